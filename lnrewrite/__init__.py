@@ -1,0 +1,86 @@
+"""Rewrite the normalisation of trained networks: move norms, fold them away, and prove what was done.
+
+One idea: a trained residual network is a *stream* that *blocks* read from and write to. A block reads through
+*readers* (the first linears that see the stream, usually behind a norm), computes, and writes through *writers*
+(the last linears before the add). Everything here is algebra on that picture, so a model is lifted once, decided
+on once, and rewritten in whatever form it came: detection and passes see neither torch nor ONNX.
+
+    model -> backend -> operator graph -> detect -> Stream -> passes -> edits -> backend -> model
+
+A pass *proposes*: it looks at an immutable `Stream` and returns whole edits (the norm and what compensates it),
+refusals (a code, why, what to do), and the sites that it does not speak of. Every site of a stream ends as one of the
+three; nothing is skipped silently. A backend carries the edits out and counts what it found changed.
+
+What a rewrite claims is a type, `Exactness`, ordered: structural < algebraic < asymptotic < calibrated < learned. A
+pipeline's is the maximum over the passes that edited something, and `verify` takes its tolerance from it.
+
+Layers; imports go down only, and tests/test_layers.py enforces it:
+
+    cli                                             nothing imports it
+    program, verifying, calibration, open, ...      torch and onnx, each imported inside what needs it
+    backends/                                       lift a graph, apply edits to it
+    detect/                                         norms recognised by their algebra; residual blocks
+    pipeline, spelling, registry                    the run loop, its text form, plugins: standard library
+    opgraph, analysis, ref                          a view of graphs, facts, an fp64 reference machine
+    stream, text, plan, diagnostics, report         the picture, its text form, edits and refusals: standard library
+
+`passes/`, imported as `lnrewrite.passes`, stands beside them and sees only the last three rows. The package itself
+never imports it: shipped passes are found through the entry-point group `lnrewrite.passes`, like anyone's.
+
+Importing `lnrewrite` imports neither torch nor onnx; the names below load what they need on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LnrewriteError",
+    "Pipeline",
+    "Program",
+    "Refused",
+    "Result",
+    "UsageError",
+    "__version__",
+    "capture",
+    "convert",
+    "explain",
+    "load",
+    "verify",
+]
+
+if TYPE_CHECKING:
+    from .diagnostics import LnrewriteError, Refused, UsageError, explain
+    from .pipeline import Pipeline, Result
+    from .program import Program, capture, convert, load
+    from .verifying import verify
+
+_HOME = {
+    "LnrewriteError": "diagnostics",
+    "Refused": "diagnostics",
+    "UsageError": "diagnostics",
+    "explain": "diagnostics",
+    "Pipeline": "pipeline",
+    "Result": "pipeline",
+    "Program": "program",
+    "capture": "program",
+    "convert": "program",
+    "load": "program",
+    "verify": "verifying",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module when it is first asked for (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,241 @@
+"""Capture a module with torch.export: functional, with the dimensions dynamic that really are."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from ..diagnostics import LnrewriteError
+from .captured import CapturedModule, unlift
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Hold a captured module with the inputs it was captured with, and what a user should know about it."""
+
+    module: CapturedModule
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    dynamic: tuple[str, ...] = field(default=())
+
+
+def capture_module(
+    module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, dynamic_shapes: Any = None
+) -> Capture:
+    """Capture a module in eval mode, on its own device and dtype.
+
+    dynamic_shapes as torch.export takes it; None lets batch and sequence be dynamic where a run at a second size
+    agrees with the module. Raises LnrewriteError LN023 where torch.export and draft_export both fail.
+    """
+    args, kwargs, notes = tuple(args), dict(kwargs or {}), []
+    names = _names(module)
+    takes = _parameters(module)
+    if "use_cache" in takes and "use_cache" not in kwargs:
+        kwargs["use_cache"] = False
+        notes.append("use_cache=False was set: a cache in the outputs cannot be captured")
+    if dynamic_shapes is None:
+        args, kwargs = _two_rows(args, kwargs)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+    with evaluating(module), quiet():
+        if dynamic_shapes is None:
+            program, captured = _dynamic(module, names, args, kwargs, notes)
+        else:
+            program = _export(module, args, kwargs, dynamic_shapes, notes)
+            captured = unlift(program, names, _frozen(module))
+    dims = tuple(sorted({str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}))
+    s = captured.signature
+    given = {**dict(zip(s.names, args, strict=False)), **kwargs}
+    kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
+    if module.training:
+        captured.train()
+    return Capture(captured, *kept, tuple(notes), dims)
+
+
+def from_program(program: ExportedProgram) -> Capture:
+    """Take over a program that torch.export made (and torch.save'd or not)."""
+    args, kwargs = program.example_inputs or ((), {})
+    signature = program.module_call_graph[0].signature
+    names = tuple(signature.forward_arg_names or ()) if signature else ()
+    with quiet():
+        captured = unlift(program, names)
+    s = captured.signature
+    given = {**dict(zip(s.names, args, strict=False)), **kwargs}
+    dims = tuple(sorted({str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}))
+    return Capture(captured, tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}, (), dims)
+
+
+def export_again(module: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """Export a captured (and edited) module with the dimensions dynamic that its placeholders have dynamic."""
+    leaves = iter(_placeholders(module))
+
+    def axes(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        return {i: Dim.AUTO for i, d in enumerate(next(leaves).shape) if not isinstance(d, int)}
+
+    shapes = pytree.tree_map(axes, (args, kwargs))
+    with quiet():
+        return torch.export.export(module, args, kwargs, dynamic_shapes=(*shapes[0], *shapes[1].values()), strict=False)
+
+
+def _placeholders(module: CapturedModule) -> list[torch.Tensor]:
+    values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(module.forward).parameters
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    if isinstance(module, CapturedModule):
+        return module.signature.names
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(n for n, p in _parameters(module).items() if p.kind in kinds)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into eval mode for a while, and every submodule back as it was."""
+    was = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, mode in was.items():
+            m.training = mode
+        if isinstance(module, CapturedModule):
+            module.train(was[module])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch.export's log lines to itself; what matters comes back as notes and errors."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _frozen(module: nn.Module) -> str:
+    """Say what train() cannot switch in a graph captured in eval mode."""
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+        return "batch norm"
+    rates = [v for m in module.modules() if not isinstance(m, nn.Dropout) for k, v in vars(m).items() if "dropout" in k]
+    return "the dropout inside attention" if any(isinstance(v, float) and v > 0 for v in rates) else ""
+
+
+def _two_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Repeat a batch of one: torch.export takes a size of 1 for a constant."""
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim()]
+    if not tensors or any(t.shape[0] != 1 for t in tensors):
+        return args, kwargs
+    twice: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        torch.Tensor, lambda t: torch.cat([t, t]) if t.dim() else t, (args, kwargs)
+    )
+    return twice
+
+
+def _export(module: nn.Module, args: Any, kwargs: Any, shapes: Any, notes: list[str]) -> ExportedProgram:
+    try:
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+    except Exception as first:
+        try:
+            program = torch.export.draft_export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+        except Exception:
+            why = f"{type(first).__name__}: {first}"
+            remedy = "see `lnrewrite explain LN023`; give inputs that take the path you mean"
+            raise LnrewriteError("LN023", type(module).__name__, why, remedy) from first
+        notes.append("captured with draft_export: data-dependent paths are fixed as the example inputs take them")
+        return program
+
+
+def _auto(value: Any) -> Any:
+    """Mark batch and sequence of a tensor as dynamic where torch.export finds that they can be."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return None
+    return {axis: Dim.AUTO for axis in range(1 if value.dim() > 3 else min(2, value.dim()))}
+
+
+def _dynamic(
+    module: nn.Module, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], notes: list[str]
+) -> tuple[ExportedProgram, CapturedModule]:
+    """Export with as many dynamic axes as hold: batch and sequence, batch alone, none."""
+    every = pytree.tree_map(_auto, (args, kwargs))
+    batch = pytree.tree_map_only(torch.Tensor, lambda t: {0: Dim.AUTO} if t.dim() else None, (args, kwargs))
+    batch = pytree.tree_map(lambda v: v if isinstance(v, dict) else None, batch, is_leaf=lambda v: isinstance(v, dict) and bool(v) and all(isinstance(k, int) for k in v))
+    attempts = (("", every), ("the sequence length is fixed", batch), ("batch and sequence length are fixed", None))
+    for note, spec in attempts:
+        shapes = None if spec is None else (*spec[0], *spec[1].values())
+        try:
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+        except Exception:
+            if spec is None:
+                break
+            continue
+        captured = unlift(program, names, _frozen(module))
+        if spec is None or holds(module, captured, args, kwargs):
+            if note:
+                notes.append(f"{note}: the model did not run, or differed, at a second size")
+            return program, captured
+    program = _export(module, args, kwargs, None, notes)
+    return program, unlift(program, names, _frozen(module))
+
+
+def holds(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Run both at a second size of every dynamic axis and say whether they agree."""
+    symbols = {str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}
+    if not symbols or any(t.is_meta for t in module.parameters()):
+        return True
+    for other in (lambda n: n - 1, lambda n: 2 * n):
+        try:
+            more = _resized(captured, args, kwargs, other)
+            want = module(*more[0], **more[1])
+        except Exception:
+            continue
+        try:
+            got = captured(*more[0], **more[1])
+        except Exception:
+            return False
+        pairs = zip(_tensors(want), _tensors(got), strict=True)
+        return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs)
+    return False
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _resized(captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any], other: Any) -> tuple[Any, Any]:
+    """Return the inputs with every dynamic axis at another size: rows repeated or cut off."""
+    s = captured.signature
+    shapes = dict(zip((*s.positional, *s.keywords), _placeholders(captured), strict=False))
+
+    def resize(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or name not in shapes:
+            return value
+        for axis, d in enumerate(shapes[name].shape):
+            if not isinstance(d, int):
+                size = max(2, other(value.shape[axis])) if axis else value.shape[0] + 1
+                repeats = [1] * value.dim()
+                repeats[axis] = -(-size // value.shape[axis])
+                value = value.repeat(repeats).narrow(axis, 0, size)
+        return value
+
+    new = {k: resize(k, v) for k, v in kwargs.items()}
+    return tuple(resize(n, v) for n, v in zip(s.names, args, strict=False)), new

@@ -1,0 +1,173 @@
+"""A captured model as a living module: called as the original was, trained and saved like any other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+DROPOUT = torch.ops.aten.dropout.default
+CLONE = torch.ops.aten.clone.default
+VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Say how the original was called and what of it was captured.
+
+    names: the parameters of its forward. positional, keywords: the captured inputs in order, constants left out.
+    constants: inputs that were not tensors; a call may repeat them and cannot change them. frozen: what train()
+    cannot switch, in words, or empty.
+    """
+
+    names: tuple[str, ...]
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]
+    constants: Mapping[str, Any]
+    frozen: str = ""
+
+
+class CapturedModule(fx.GraphModule):
+    """Run a captured graph under the original's parameter names and calling convention."""
+
+    @property
+    def signature(self) -> Signature:
+        """Return how this module wants to be called."""
+        found: Signature = self.meta["lnrewrite"]
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model: positional and keyword inputs as the original took them, constants may be left out."""
+        s = self.signature
+        given = {**dict(zip(s.names, args, strict=False)), **kwargs}
+        wanted = (*s.positional, *s.keywords)
+        captured = f"this model was captured with {', '.join(wanted)}"
+        for name, value in given.items():
+            if name not in wanted and not _repeats(s.constants.get(name), value):
+                raise TypeError(f"{name}={value!r:.40} was not captured; {captured}")
+        if missing := [n for n in wanted if n not in given]:
+            raise TypeError(f"missing input {', '.join(missing)}; {captured}")
+        return super().__call__(*(given[n] for n in s.positional), **{n: given[n] for n in s.keywords})
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch dropout on or off; warn once where the captured mode cannot follow."""
+        if mode and self.signature.frozen and not self.meta.get("warned"):
+            self.meta["warned"] = True
+            warnings.warn(f"train(): {self.signature.frozen} keeps the mode it was captured in (eval)", stacklevel=2)
+        for module in self.modules():
+            module.training = mode
+        nodes = [n for n in self.graph.nodes if n.target is DROPOUT and n.args[2] is not mode]
+        for node in nodes:
+            node.args = (*node.args[:2], mode)
+        if nodes:
+            self.recompile()
+        return self
+
+
+def _repeats(constant: Any, value: Any) -> bool:
+    return value is None or (not isinstance(value, torch.Tensor) and bool(value == constant))
+
+
+def unlift(program: ExportedProgram, names: tuple[str, ...], frozen: str = "") -> CapturedModule:
+    """Turn an exported program (eval mode) into a functional graph module with the original's parameters.
+
+    The graph is decomposed no further than functional ATen; dropouts of eval mode stay, so that train() can use them.
+    """
+    rates = {n.name: n.args[1] for n in program.graph.nodes if n.target is DROPOUT}
+    module = program.run_decompositions({}).module(check_guards=False)
+    for node in module.graph.nodes:
+        rate = _dropout_rate(node, rates)
+        if rate is not None:
+            node.target, node.args, node.kwargs = DROPOUT, (node.args[0], rate, False), {}
+        if node.target in VIEWS:  # edits, and dropouts that copy nothing, change the strides that a view relies on
+            node.target = torch.ops.aten.reshape.default
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            module.graph.erase_node(node)
+    signature = _drop_constants(module, names, frozen)
+    captured = CapturedModule(module, module.graph, "CapturedModule")
+    captured.meta.update(module.meta)
+    captured.meta["lnrewrite"] = signature
+    _share_ties(module, captured)
+    for m in captured.modules():
+        m.training = False
+    return captured
+
+
+def _dropout_rate(node: fx.Node, rates: Mapping[str, Any]) -> float | None:
+    """Return the rate of the dropout that a copy stands for, by the node's provenance."""
+    if node.target is not CLONE:
+        return None
+    origin = node.meta.get("from_node")
+    while origin:
+        source = origin[-1]
+        if "dropout" in str(source.target) and source.name in rates:
+            return float(rates[source.name])
+        origin = source.from_node
+    return None
+
+
+def _drop_constants(module: fx.GraphModule, names: tuple[str, ...], frozen: str) -> Signature:
+    """Take inputs that are no tensors out of the graph and its calling convention."""
+    info = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    placeholders = iter([n for n in module.graph.nodes if n.op == "placeholder"])
+    args_spec, kwargs_spec = info.in_spec.children()
+    constants: dict[str, Any] = {}
+
+    def keeps(name: str, spec: Any) -> bool:
+        nodes = [next(placeholders) for _ in range(spec.num_leaves)]
+        if nodes and any(isinstance(n.meta.get("val"), torch.Tensor) for n in nodes):
+            return True
+        constants[name] = nodes[0].meta.get("val") if len(nodes) == 1 else None
+        for node in nodes:
+            node.replace_all_uses_with(node.meta.get("val"), propagate_meta=False)  # type: ignore[arg-type]
+            module.graph.erase_node(node)
+        return False
+
+    names = names or tuple(f"args_{i}" for i in range(args_spec.num_children))
+    positional = [(n, s) for n, s in zip(names, args_spec.children(), strict=False) if keeps(n, s)]
+    keywords = [(n, s) for n, s in zip(kwargs_spec.context or [], kwargs_spec.children(), strict=True) if keeps(n, s)]
+    in_spec = pytree.TreeSpec(
+        tuple, None, [pytree.treespec_tuple([s for _, s in positional]), pytree.treespec_dict(dict(keywords))]
+    )
+    kept = tuple(n for n, _ in positional), tuple(n for n, _ in keywords)
+    module.graph._codegen.pytree_info = info._replace(orig_args=[*kept[0], *kept[1]], in_spec=in_spec)  # type: ignore[attr-defined]
+    return Signature(names, *kept, constants, frozen)
+
+
+def _share_ties(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Give `target` every other name under which `source` holds a parameter that it has: ties keep their names."""
+    held = {id(p) for p in target.parameters()}
+    present = {n for n, _ in target.named_parameters(remove_duplicate=False)}
+    for name, parameter in source.named_parameters(remove_duplicate=False):
+        if id(parameter) in held and name not in present:
+            register(target, name, parameter)
+
+
+def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    """Register a parameter under a dotted name, making the containers on its way."""
+    path, _, leaf = name.rpartition(".")
+    for part in path.split(".") if path else []:
+        if not hasattr(module, part):
+            module.add_module(part, torch.nn.Module())
+        module = getattr(module, part)
+    module.register_parameter(leaf, parameter)
+
+
+def with_plain_outputs(module: CapturedModule) -> CapturedModule:
+    """Return the module giving a plain dict where it gave a library's output class, so that torch alone can load it."""
+    info = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    spec = info.out_spec
+    if spec is None or spec.type in {None, dict, tuple, list, torch.Tensor}:
+        return module
+    if not isinstance(spec.context, list):
+        return module
+    plain = pytree.treespec_dict(dict(zip(spec.context, spec.children(), strict=True)))
+    module.graph._codegen.pytree_info = info._replace(out_spec=plain)  # type: ignore[attr-defined]
+    module.recompile()
+    return module

@@ -1,0 +1,85 @@
+"""Lift a captured torch graph into the neutral view that detection looks at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..opgraph import Op, OpGraph, Operand
+from .aten import normalise
+
+
+def lift(module: fx.GraphModule) -> OpGraph:
+    """Return the neutral view of a captured module's graph: node names are kept, no-ops become aliases."""
+    ops: dict[str, Op] = {}
+    alias: dict[str, str] = {}
+    outputs: tuple[str, ...] = ()
+    parameters: dict[str, str] = {}
+    names = parameter_names(module)
+
+    def operand(value: Any) -> Operand:
+        if isinstance(value, fx.Node):
+            name = alias.get(value.name, value.name)
+            return name if name in ops else None
+        return value if isinstance(value, (int, float)) else None
+
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "output":
+            flat = [operand(n) for n in node.all_input_nodes]
+            outputs = tuple(n for n in flat if isinstance(n, str))
+        elif node.op == "placeholder" and isinstance(value, torch.Tensor):
+            ops[node.name] = Op(node.name, "input", (), {}, _shape(value), _dtype(value))
+        elif node.op == "get_attr" and isinstance(value, torch.Tensor):
+            target = names.get(str(node.target), str(node.target))
+            first = parameters.setdefault(target, node.name)
+            if first != node.name:
+                alias[node.name] = first
+            else:
+                ops[node.name] = Op(node.name, "param", (), {"param": target}, _shape(value), _dtype(value))
+        elif node.op == "call_function" and isinstance(value, (torch.Tensor, tuple, list)):
+            op = _call(node, operand)
+            source = op.inputs[0] if op.inputs else None
+            if isinstance(source, str) and _is_alias(op, ops[source]):
+                alias[node.name] = source
+            else:
+                ops[node.name] = op
+    return OpGraph(ops, alias, outputs)
+
+
+def parameter_names(module: torch.nn.Module) -> dict[str, str]:
+    """Map every name of a parameter or buffer to the first name of that tensor: tied parameters have several."""
+    first: dict[int, str] = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def _call(node: fx.Node, operand: Any) -> Op:
+    value = node.meta["val"]
+    target = node.target
+    name = getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
+    kind, inputs, attrs = normalise(name, list(node.args), dict(node.kwargs))
+    flat: list[Operand] = []
+    for item in inputs:
+        flat += [operand(i) for i in item] if isinstance(item, (list, tuple)) else [operand(item)]
+    if name == "getitem":
+        attrs = {"item": node.args[1]}
+    if isinstance(value, torch.Tensor):
+        return Op(node.name, kind, tuple(flat), attrs, _shape(value), _dtype(value))
+    return Op(node.name, kind, tuple(flat), attrs)
+
+
+def _is_alias(op: Op, source: Op) -> bool:
+    if op.kind == "alias":
+        return True
+    return op.kind in {"cast", "expand", "reshape"} and op.dtype == source.dtype and op.shape == source.shape
+
+
+def _shape(value: torch.Tensor) -> tuple[int | str, ...]:
+    return tuple(d if isinstance(d, int) else str(d) for d in value.shape)
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

@@ -1,0 +1,123 @@
+"""Run a captured model on data and keep what each block saw and did: tokens by channels, the same tokens everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .backends.capture import quiet
+from .backends.captured import CapturedModule
+from .diagnostics import LnrewriteError
+from .opgraph import OpGraph
+from .pipeline import Batch, Samples
+from .stream import Block, Network, Stream, Where
+
+BYTES = 1 << 29
+"""How much memory the samples of one program may take; fewer tokens are kept of a larger model."""
+
+
+class _Recorder(fx.Interpreter):
+    """Run a graph and keep the values of some nodes, one row per token."""
+
+    def __init__(self, module: CapturedModule, wanted: Mapping[str, int]) -> None:
+        super().__init__(module)
+        self.wanted = wanted
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.name in self.wanted:
+            rows = value.detach().movedim(self.wanted[n.name], -1)
+            self.kept[n.name] = rows.reshape(-1, rows.shape[-1])
+        return value
+
+
+def collect(
+    module: CapturedModule, graph: OpGraph, network: Network, batches: Sequence[Batch], seed: int = 0
+) -> dict[str, Samples]:
+    """Return each block's samples on the batches: float64 arrays [tokens, width], at most `BYTES` in all.
+
+    Raises LnrewriteError LN022 where a batch does not fit the model, LN026 where it gives NaN or infinite values.
+    """
+    names = {b.name: _nodes(s, b, i) for s in network.streams for i, b in enumerate(s.blocks)}
+    axes = {n: b.anchor.axis for b in network.blocks for n in names[b.name].values() if n}
+    width = max((s.width for s in network.streams), default=1)
+    limit = max(64, BYTES // (8 * width * max(1, len(axes)) * len(batches)))
+    parts: dict[str, list[Any]] = {n: [] for n in axes}
+    for index, batch in enumerate(batches):
+        recorder = _Recorder(module, axes)
+        with quiet():
+            recorder.run(*flat_inputs(module, batch), enable_io_processing=False)
+        for name, rows in recorder.kept.items():
+            chosen = _rows(len(rows), limit, seed + index)
+            parts[name].append(rows[chosen].double().cpu().numpy())
+    arrays = {n: np.concatenate(p) for n, p in parts.items() if p}
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            why = f"the value of {name} is NaN or infinite on this data"
+            raise LnrewriteError("LN026", "calibration", why, "run the model in float32, or check data and weights")
+    return {block: Samples(**{k: arrays.get(n) for k, n in nodes.items()}) for block, nodes in names.items()}
+
+
+def _rows(count: int, limit: int, seed: int) -> torch.Tensor:
+    """Return which rows of a batch are kept: the same choice for every value with as many rows."""
+    if count <= limit:
+        return torch.arange(count)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator)[:limit].sort().values
+
+
+def _nodes(stream: Stream, block: Block, index: int) -> dict[str, str]:
+    """Name the nodes that hold a block's samples; empty where there is no such value."""
+    into, out = block.at(Where.IN), block.at(Where.OUT)
+    earlier = [b for b in stream.blocks[:index] if b.anchor.total != block.anchor.total]
+    trunk = earlier[-1].at(Where.POST) if earlier else stream.embedding
+    return {
+        "state": block.anchor.state,
+        "before": trunk.origin[0] if trunk else "",
+        "read": into.origin[-1] if into else block.anchor.state,
+        "written": out.origin[0] if out else block.anchor.branch,
+        "branch": block.anchor.branch,
+        "total": block.anchor.total,
+    }
+
+
+def flat_inputs(module: CapturedModule, batch: Batch) -> list[Any]:
+    """Return a batch's tensors in the order of the graph's placeholders. Raises LnrewriteError LN022 on a misfit."""
+    s = module.signature
+    wanted = (*s.positional, *s.keywords)
+    given = dict(batch) if isinstance(batch, Mapping) else dict(zip(s.names, batch, strict=False))
+    given = {k: v for k, v in given.items() if k in wanted or k not in s.constants}
+    if missing := [n for n in wanted if n not in given]:
+        _misfit(f"it lacks the input {', '.join(missing)}", wanted)
+    if extra := [n for n in given if n not in wanted]:
+        _misfit(f"it has an input {', '.join(extra)} that the model does not take", wanted)
+    flat = pytree.tree_leaves([given[n] for n in wanted])
+    expected = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+    names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+    tensors = []
+    for name, value, like in zip(names, flat, expected, strict=False):
+        tensors.append(_checked(name, value, like, wanted))
+    return tensors
+
+
+def _checked(name: str, value: Any, like: Any, wanted: tuple[str, ...]) -> Any:
+    if not isinstance(like, torch.Tensor):
+        return value
+    value = torch.as_tensor(value)
+    if value.dtype.is_floating_point != like.dtype.is_floating_point:
+        _misfit(f"{name} is {value.dtype}, the model takes {like.dtype}", wanted)
+    sizes = zip(value.shape, like.shape, strict=False)
+    if value.dim() != like.dim() or any(isinstance(d, int) and d != n for n, d in sizes):
+        _misfit(f"{name} has shape {list(value.shape)}, the model takes [{', '.join(map(str, like.shape))}]", wanted)
+    return value.to(dtype=like.dtype)
+
+
+def _misfit(why: str, wanted: tuple[str, ...]) -> None:
+    remedy = f"give batches with exactly these inputs: {', '.join(wanted)}"
+    raise LnrewriteError("LN022", "calibration data", why, remedy)

@@ -1,0 +1,126 @@
+"""Open a transformers checkpoint folder: from this disk only, its code only when trusted, no weight left random."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from .diagnostics import LnrewriteError, one_line
+from .forms import Form, damaged, listed, not_a_model
+
+if TYPE_CHECKING:
+    import torch
+
+
+def open_folder(
+    form: Form, *, trust_pickle: bool = False, trust_remote_code: bool = False
+) -> tuple[torch.nn.Module, tuple[str, ...]]:
+    """Load the network that the folder's config names, with its weights, ready to be exported; return it and notes.
+
+    The class is the one that `architectures` names, else the config's causal language model, else its bare network.
+    `use_cache` is off and experts run as batched matrix products, for only these can be exported. Raises LN017 for
+    code that the folder brings, LN018 without transformers, LN015, LN016 and LN028 for its content.
+    """
+    assert form.path is not None, form
+    content = json.loads((form.path / "config.json").read_bytes())
+    remote = content.get("auto_map")
+    if remote and not trust_remote_code:
+        why = f"its config names code to run: {listed(sorted(map(str, remote.values())))}"
+        raise LnrewriteError("LN017", f"model {form.name!r}", why, "read that code, then give --trust-remote-code")
+    if remote and (elsewhere := sorted(str(v) for v in remote.values() if "--" in str(v))):
+        why = f"its code is in another repository: {listed(elsewhere)}"
+        raise LnrewriteError("LN028", f"model {form.name!r}", why, "copy the code into the folder")
+    try:
+        import transformers
+    except ImportError as error:
+        remedy = "pip install transformers (or lnrewrite[hf])"
+        raise LnrewriteError("LN018", f"model {form.name!r}", "it is a transformers checkpoint", remedy) from error
+    with _quiet():
+        config = _config(form, bool(remote))
+        found = _class(transformers, config, bool(remote))
+        return _load(form, found, config, trust_pickle, bool(remote))
+
+
+def _config(form: Form, remote: bool) -> Any:
+    """Read the folder's config, set for export. Raises LN011 for a model type that transformers does not know."""
+    from transformers import AutoConfig
+
+    assert form.path is not None, form
+    try:
+        config = AutoConfig.from_pretrained(form.path, local_files_only=True, trust_remote_code=remote)
+    except Exception as error:  # a config's own checks raise anything
+        raise not_a_model(form.name, f"transformers cannot read its config: {error}") from error
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+    config._experts_implementation = "batched_mm"
+    return config
+
+
+def _class(transformers: Any, config: Any, remote: bool) -> Any:
+    """Choose what to build: the class that the config names, or the auto class that knows the config."""
+    named = next(iter(config.architectures or ()), "")
+    found = None if remote else getattr(transformers, named, None)
+    if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
+        return found
+    causal = transformers.AutoModelForCausalLM
+    if remote:
+        return causal if "AutoModelForCausalLM" in getattr(config, "auto_map", {}) else transformers.AutoModel
+    return causal if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else transformers.AutoModel
+
+
+def _load(
+    form: Form, found: Any, config: Any, trust_pickle: bool, remote: bool
+) -> tuple[torch.nn.Module, tuple[str, ...]]:
+    """Load the weights; a network whose pooler the checkpoint lacks is built without one. Raises LN015, LN016."""
+    options: dict[str, Any] = {"config": config, "local_files_only": True, "output_loading_info": True}
+    options |= {"weights_only": not (trust_pickle and form.unsafe), "trust_remote_code": remote}
+    notes: list[str] = []
+    try:
+        module, info = found.from_pretrained(form.path, **options)
+        if _lacks_pooler(module, info["missing_keys"]):
+            module, info = found.from_pretrained(form.path, add_pooling_layer=False, **options)
+            notes.append("built without the pooler, which the checkpoint does not hold")
+    except Exception as error:  # safetensors, pickle, shape and file errors of three libraries
+        if "size mismatch" in str(error) or "mismatched" in str(error):
+            raise _misfit(form, one_line(str(error))) from error
+        raise damaged(form.name, f"transformers could not load it: {type(error).__name__}: {error}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise _misfit(form, f"{len(missing)} weights are missing from the checkpoint: {listed(missing)}")
+    if unexpected := sorted(info["unexpected_keys"]):
+        used = f"are not used by {type(module).__name__}"
+        notes.append(f"{len(unexpected)} weights of the checkpoint {used}: {listed(unexpected)}")
+    return module, tuple(notes)
+
+
+def _lacks_pooler(module: torch.nn.Module, missing: Iterable[str]) -> bool:
+    """Tell whether all that is missing is a pooler that the network's class can do without."""
+    keys = list(missing)
+    optional = "add_pooling_layer" in inspect.signature(type(module).__init__).parameters
+    return optional and bool(keys) and all(".pooler." in f".{key}" for key in keys)
+
+
+def _misfit(form: Form, why: str) -> LnrewriteError:
+    remedy = "check `architectures` in config.json against the weights"
+    return LnrewriteError("LN016", f"model {form.name!r}", why, remedy)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and advice off the terminal for a while."""
+    from transformers.utils import logging as library
+
+    logging: Any = library
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()

@@ -1,0 +1,264 @@
+"""Turn DATA into batches that fit a model: arrays, text, an importable iterable, or random stand-ins.
+
+A batch is a dict of keyword tensors like the model's example inputs. Everything is checked against that example first,
+so that a wrong name or shape is reported here, in the user's words, and not deep inside a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .diagnostics import LnrewriteError, did_you_mean
+from .inputs import random_tensor, read_tensors
+from .open import import_object
+
+Batch = dict[str, Tensor]
+Axes = Mapping[str, Mapping[int, str]]
+
+BATCH = 8  # samples of a batch, where the model leaves their number free
+LENGTH = 128  # tokens of a text sample, where the model leaves their number free
+_LIMIT = 1024  # batches; an endless iterable ends here
+_SUFFIXES = (".npz", ".npy", ".pt", ".safetensors", ".txt")
+
+
+def load_data(
+    data: str,
+    example: Mapping[str, Any],
+    tokenizer_folder: str | None = None,
+    seed: int = 0,
+    *,
+    dynamic: Axes | None = None,
+    byte_level: bool = False,
+    length: int | None = None,
+    limit: int = _LIMIT,
+) -> list[Batch]:
+    """Read DATA as at most `limit` batches of keyword tensors named and shaped like `example`.
+
+    `data` is an .npz, .npy, .pt (tensors only), .safetensors or .txt file, or `pkg.module:iterable`. Axis 0 counts the
+    samples. `dynamic` names the axes of each input whose size is free; None: every batch axis and every axis of integer
+    inputs is. Text is cut into windows of `length` tokens (default: the example's length, or 128 where that is free),
+    by the tokenizer in `tokenizer_folder`, or byte by byte where `byte_level`; `seed` orders the windows.
+    Raises LnrewriteError LN022 with what was expected and what was found.
+    """
+    wanted = {name: value for name, value in example.items() if isinstance(value, Tensor)}
+    if not wanted:
+        raise _bad(data, "the model takes no tensors", "leave the data out")
+    path = Path(data).expanduser()
+    if not path.exists() and ":" in data:
+        return list(_imported(data, wanted, dynamic, limit))
+    if not path.is_file():
+        raise _bad(data, "there is no such file", "check the path, or name pkg.module:iterable")
+    if path.suffix == ".txt":
+        arrays = _text(data, path, wanted, tokenizer_folder, byte_level, _window(wanted, dynamic, length))
+        count = len(next(iter(arrays.values())))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        arrays = {name: value[order] for name, value in arrays.items()}
+    elif path.suffix in _SUFFIXES:
+        arrays = _named(data, read_tensors(path, "LN022"), wanted)
+    else:
+        raise _bad(data, f"{path.suffix or 'no suffix'} is no form of data", f"give one of {', '.join(_SUFFIXES)}")
+    arrays = {name: _fitted(data, name, arrays[name], wanted[name], dynamic) for name in wanted}
+    return _batches(data, arrays, wanted, dynamic)[:limit]
+
+
+def synthetic(
+    example: Mapping[str, Any], vocabulary: Mapping[str, int] | None = None, batches: int = 8, seed: int = 0
+) -> list[Batch]:
+    """Draw `batches` random batches shaped like `example`, the same ones for the same seed.
+
+    Floats are normal; integers are uniform below `vocabulary[name]`, by default up to the largest id of the example;
+    masks, token types and positions are the example's own. What is no tensor is left out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: value for name, value in example.items() if isinstance(value, Tensor)}
+    return [{name: _like(name, t, vocabulary or {}, generator) for name, t in tensors.items()} for _ in range(batches)]
+
+
+def _like(name: str, tensor: Tensor, vocabulary: Mapping[str, int], generator: torch.Generator) -> Tensor:
+    kept = any(word in name for word in ("mask", "type", "segment", "position"))
+    if tensor.dtype is torch.bool or not tensor.numel() or (kept and not tensor.is_floating_point()):
+        return tensor.clone()
+    above = 0 if tensor.is_floating_point() else vocabulary.get(name, int(tensor.max()) + 1)
+    return random_tensor(name, tensor.dtype, tensor.shape, generator, above).to(tensor.device)
+
+
+def _bad(data: str, why: str, remedy: str) -> LnrewriteError:
+    return LnrewriteError("LN022", f"data {data!r}", why, remedy)
+
+
+def _described(tensors: Mapping[str, Tensor]) -> str:
+    """Write names, dtypes and shapes: what an error shows as expected or found."""
+    return ", ".join(f"{n} {str(t.dtype)[6:]}{list(t.shape)}" for n, t in tensors.items()) or "nothing"
+
+
+# --- arrays
+
+
+def _named(data: str, held: Any, wanted: Mapping[str, Tensor]) -> Batch:
+    """Give what a file or an item of an iterable holds the names of the inputs, each exactly once."""
+    if isinstance(held, Mapping):
+        found = {str(name): _tensor(data, value) for name, value in held.items()}
+    else:
+        values = list(held) if isinstance(held, tuple | list) else [held]
+        if len(values) != len(wanted):
+            why = f"it holds {len(values)} unnamed array(s) and the model takes {_described(wanted)}"
+            raise _bad(data, why, "name the arrays, in an .npz or a dict")
+        found = {name: _tensor(data, value) for name, value in zip(wanted, values, strict=True)}
+    if set(found) != set(wanted):
+        missing, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+        words = [f"{', '.join(missing)} missing"] if missing else []
+        words += [f"{', '.join(extra)} unknown ({did_you_mean(extra[0], wanted)})"] if extra else []
+        why = f"the model takes {_described(wanted)} and the data holds {_described(found)}: {'; '.join(words)}"
+        raise _bad(data, why, "name the arrays like the inputs")
+    return found
+
+
+def _tensor(data: str, value: Any) -> Tensor:
+    """Make a tensor of a tensor or an array of numbers."""
+    import numpy as np
+
+    if isinstance(value, Tensor):
+        return value.detach()
+    try:
+        return torch.from_numpy(np.array(value))
+    except (TypeError, ValueError) as error:
+        raise _bad(data, f"a {type(value).__name__} is no array of numbers", "give tensors or arrays") from error
+
+
+def _fitted(data: str, name: str, found: Tensor, wanted: Tensor, dynamic: Axes | None) -> Tensor:
+    """Check one array against the example input and cast its width: float16 to float32, int32 to int64."""
+    expected, got = _described({name: wanted}), _described({name: found})
+    if found.is_floating_point() != wanted.is_floating_point() or found.is_complex() != wanted.is_complex():
+        raise _bad(data, f"expected {expected} and found {got}", "convert the data; floats and integers are not mixed")
+    if found.dim() != wanted.dim():
+        raise _bad(data, f"expected {expected} and found {got}: axis 0 counts samples", "reshape the data")
+    free = _free(name, wanted, dynamic) | {0}
+    wrong = [axis for axis in range(wanted.dim()) if axis not in free and found.shape[axis] != wanted.shape[axis]]
+    if wrong:
+        raise _bad(data, f"expected {expected} and found {got}: axis {wrong[0]} is fixed", "reshape or cut the data")
+    if not found.numel():
+        raise _bad(data, f"{name} is empty", "give at least one sample")
+    if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+        raise _bad(data, f"{name} holds NaN or infinite values", "clean the data")
+    return found.to(wanted.dtype)
+
+
+def _free(name: str, wanted: Tensor, dynamic: Axes | None) -> set[int]:
+    """Return the axes whose size may differ from the example's."""
+    if dynamic is not None:
+        return set(dynamic.get(name, ()))
+    if not wanted.is_floating_point():
+        return set(range(wanted.dim()))
+    return {0, 1} if wanted.dim() == 3 else {0}  # [batch, sequence, width]
+
+
+def _batches(data: str, arrays: Batch, wanted: Mapping[str, Tensor], dynamic: Axes | None) -> list[Batch]:
+    """Split arrays along axis 0; a remainder that a fixed batch size cannot hold is left out."""
+    counts = {name: len(t) if t.dim() else 1 for name, t in arrays.items()}
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise _bad(data, f"the arrays differ in their number of samples: {told}", "give every input the same number")
+    fixed = {len(t) for name, t in wanted.items() if t.dim() and 0 not in _free(name, t, dynamic)}
+    total = next(iter(counts.values()))
+    size = min(fixed) if fixed else max([BATCH, *(len(t) for t in wanted.values() if t.dim())])
+    if fixed and total < size:
+        raise _bad(data, f"it holds {total} samples and the model takes batches of {size}", "give more samples")
+    starts = range(0, total - size + 1 if fixed else total, size)
+    return [{name: t[s : s + size] for name, t in arrays.items()} for s in starts]
+
+
+# --- importable iterables
+
+
+def _imported(data: str, wanted: Mapping[str, Tensor], dynamic: Axes | None, limit: int) -> Iterator[Batch]:
+    """Yield the batches of `pkg.module:name`, an iterable or a callable that returns one."""
+    source = import_object(data, "LN022")
+    try:
+        items: Iterable[Any] = source if not callable(source) or hasattr(source, "__iter__") else source()
+        iterator = iter(items)
+    except Exception as error:  # whatever the user's code raises
+        raise _bad(
+            data, f"it gives no batches: {type(error).__name__}: {error}", "name an iterable of batches"
+        ) from error
+    count = 0
+    while count < limit:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            break
+        except Exception as error:  # whatever the user's code raises
+            raise _bad(data, f"batch {count} raised {type(error).__name__}: {error}", "check the iterable") from error
+        held = _named(data, item, wanted)
+        yield {name: _fitted(data, name, held[name], wanted[name], dynamic) for name in wanted}
+        count += 1
+    if not count:
+        raise _bad(data, "it gives no batches", "an iterator can be walked once only: name a list or a function")
+
+
+# --- text
+
+
+def _window(wanted: Mapping[str, Tensor], dynamic: Axes | None, length: int | None) -> int:
+    """Choose how many tokens a sample has: `length`, else the example's where it is fixed, else 128."""
+    ids = next(((name, t) for name, t in wanted.items() if not t.is_floating_point() and t.dim() == 2), None)
+    if length is not None or ids is None:
+        return length or LENGTH
+    name, tensor = ids
+    return LENGTH if dynamic is not None and 1 in _free(name, tensor, dynamic) else tensor.shape[1]
+
+
+def _text(
+    data: str, path: Path, wanted: Mapping[str, Tensor], folder: str | None, byte_level: bool, length: int
+) -> Batch:
+    """Cut a text file into windows of `length` tokens or bytes, one row each, for every input."""
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8") if folder is not None else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad(data, f"it cannot be read as UTF-8 text: {error}", "check the file") from error
+    if folder is not None:
+        rows = _tokenized(data, text, folder, length)
+    elif byte_level:
+        whole = len(raw) // length * length
+        rows = torch.tensor(list(raw[:whole]), dtype=torch.int64).reshape(-1, length)
+    else:
+        raise _bad(data, "the model brings no tokenizer, so text cannot be read", "give token ids, as .npz or .pt")
+    if not len(rows):
+        raise _bad(data, f"the text is shorter than one window of {length} tokens", "give a longer text")
+    return {name: rows if len(wanted) == 1 else _text_input(data, name, rows) for name in wanted}
+
+
+def _text_input(data: str, name: str, rows: Tensor) -> Tensor:
+    """Make one input of the windows `rows`: the ids themselves, full attention, or a single segment."""
+    if "mask" in name:
+        return torch.ones_like(rows)
+    if "type" in name or "segment" in name:
+        return torch.zeros_like(rows)
+    if "position" in name:
+        return torch.arange(rows.shape[1]).expand_as(rows)
+    if name.endswith(("ids", "tokens")):
+        return rows
+    raise _bad(data, f"text gives no values for the input {name}", "give all inputs, as .npz or .pt")
+
+
+def _tokenized(data: str, text: str, folder: str, length: int) -> Tensor:
+    """Tokenize a text into full windows [count, length], each with the special tokens that the tokenizer adds."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise _bad(data, "reading text needs transformers", "pip install transformers (or lnrewrite[hf])") from error
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        found = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+    except Exception as error:  # tokenizers raise anything
+        raise _bad(
+            data, f"the tokenizer failed: {type(error).__name__}: {error}", "give token ids, as .npz or .pt"
+        ) from error
+    windows = found if found and isinstance(found[0], list) else [found]
+    full = [window for window in windows if len(window) == length]
+    return torch.tensor(full, dtype=torch.int64).reshape(-1, length)

@@ -1,0 +1,98 @@
+"""Run small pieces of an operator graph in float64: the judge of whether a piece computes what it seems to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..opgraph import Op, OpGraph
+
+Array = NDArray[np.float64]
+
+
+class Unknown(Exception):
+    """Say that an operator cannot be run here."""
+
+
+def _axes(op: Op) -> tuple[int, ...] | None:
+    return op.attrs.get("axes")  # type: ignore[return-value]
+
+
+def _mean(op: Op, x: Any) -> Any:
+    return np.mean(x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"]))
+
+
+def _sum(op: Op, x: Any) -> Any:
+    return np.sum(x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"]))
+
+
+def _var(op: Op, x: Any) -> Any:
+    correction: Any = op.attrs["correction"]
+    return np.var(x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"]), ddof=correction)
+
+
+def _vector_norm(op: Op, x: Any) -> Any:
+    if op.attrs["ord"] not in (2, 2.0):
+        raise Unknown(f"norm of order {op.attrs['ord']}")
+    return np.sqrt(np.sum(x * x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"])))
+
+
+def _permute(op: Op, x: Any) -> Any:
+    if "swap" in op.attrs:
+        a, b = op.attrs["swap"]  # type: ignore[misc]
+        return np.swapaxes(x, a, b)
+    return np.transpose(x, op.attrs["order"])  # type: ignore[call-overload]
+
+
+def _reshape(op: Op, x: Any) -> Any:
+    """Reshape to the recorded shape; symbolic axes keep the size they have in front."""
+    shape = [d if isinstance(d, int) else -1 for d in op.shape or ()]
+    if shape.count(-1) > 1:
+        shape = [x.shape[i] if d == -1 and i < x.ndim else d for i, d in enumerate(shape)]
+    return np.reshape(x, shape)
+
+
+RUN: dict[str, Callable[..., Any]] = {
+    "add": lambda op, a, b: a + b, "sub": lambda op, a, b: a - b, "mul": lambda op, a, b: a * b,
+    "rsub": lambda op, a, b: b - a, "div": lambda op, a, b: a / b, "neg": lambda op, a: -a,
+    "pow": lambda op, a, b: np.power(a, b), "square": lambda op, a: a * a, "sqrt": lambda op, a: np.sqrt(a),
+    "rsqrt": lambda op, a: 1 / np.sqrt(a), "reciprocal": lambda op, a: 1 / a, "abs": lambda op, a: np.abs(a),
+    "exp": lambda op, a: np.exp(a), "sigmoid": lambda op, a: 1 / (1 + np.exp(-a)), "tanh": lambda op, a: np.tanh(a),
+    "clamp_min": lambda op, a, b: np.maximum(a, b), "maximum": lambda op, a, b: np.maximum(a, b),
+    "cast": lambda op, a: a, "expand": lambda op, a: a, "mean": _mean, "sum": _sum, "var": _var,
+    "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute, "reshape": _reshape,
+}  # fmt: skip
+
+
+def closure(graph: OpGraph, start: str, end: str, limit: int = 40) -> list[Op] | None:
+    """Return the ops that compute `end` from `start` and constants alone, in order; None where more is needed."""
+    seen: set[str] = set()
+    todo = [end]
+    while todo:
+        name = todo.pop()
+        if name == start or name in seen or name in graph.constant:
+            continue
+        op = graph[name]
+        if op.kind == "input" or len(seen) >= limit or graph.index[name] < graph.index[start]:
+            return None
+        seen.add(name)
+        todo += op.data
+    return [graph[n] for n in sorted(seen, key=graph.index.__getitem__)]
+
+
+def constants(graph: OpGraph, ops: Iterable[Op]) -> list[str]:
+    """Return the constant nodes that `ops` read directly."""
+    return list(dict.fromkeys(n for op in ops for n in op.data if n in graph.constant))
+
+
+def run(ops: Iterable[Op], values: Mapping[str, Array], end: str) -> Array:
+    """Run `ops` on float64 `values` and return the value of `end`. Raise Unknown for an operator without a rule."""
+    known: dict[str, Any] = dict(values)
+    for op in ops:
+        if op.kind not in RUN:
+            raise Unknown(op.kind)
+        known[op.name] = RUN[op.kind](op, *(known[i] if isinstance(i, str) else i for i in op.inputs))
+    return np.asarray(known[end], dtype=np.float64)

@@ -1,0 +1,340 @@
+"""Make the picture: chain residual sums into streams and say where each block's norms sit.
+
+A join's root is walked back through norms, constant scales and shape ops to the sum before it: so joins chain into
+streams, and a norm met on the way is a trunk norm (post-LN). Inside a branch, a norm of the root is an `in` norm and
+a norm that the branch ends in is an `out` norm.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from ..opgraph import CASTS, SHAPE, OpGraph
+from ..plan import Refusal
+from ..stream import Anchor, Block, Linear, Network, Site, Stream, Where
+from .edges import Edge, readers, writers
+from .joins import WEIGHTED, Join, find_joins, scaled
+from .naming import common, name_blocks, stream_name
+from .norms import Found, find_norms
+
+ACTIVATIONS = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu", "relu6"})
+ROUTERS = frozenset({"topk", "one_hot", "histc", "bincount"})
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Say where a join's root comes from: the sum before it (None: a source), through which norm, in what basis."""
+
+    before: str | None
+    norm: str | None
+    affine: bool
+    start: str
+
+
+def detect(graph: OpGraph) -> Network:
+    """Return what is seen in a graph: streams, norms on no stream, and what is not understood."""
+    return _Detector(graph).network()
+
+
+class _Detector:
+    """Hold what the steps of one detection share: the graph, its norms, its joins."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.norms, self.refusals = find_norms(graph)
+        self.inside = {m: f.output for f in self.norms.values() for m in f.members}
+        self.joins, refused = find_joins(graph)
+        self.closed = bool(refused)
+        self.refusals += refused
+        self.used: set[str] = set()
+
+    def network(self) -> Network:
+        if self.closed:
+            self.joins = []
+        streams = tuple(self.stream(chain, i) for i, chain in enumerate(self.chains()))
+        streams = name_blocks(streams)
+        if not streams and not self.closed:
+            why = "no add joins a value with something computed from it by weights"
+            remedy = "give the model that holds the residual blocks, or see `lnrewrite explain LN201`"
+            self.refusals.append(Refusal("LN201", "model", why, remedy))
+        elsewhere = tuple(
+            self.site(Where.INNER, found, None) for out, found in self.norms.items() if out not in self.used
+        )
+        return Network(streams, elsewhere, tuple(self.refusals))
+
+    def chains(self) -> list[list[tuple[Join, Link]]]:
+        """Group joins into streams, in execution order."""
+        totals = {j.total for j in self.joins}
+        ends: dict[str, list[tuple[Join, Link]]] = {}
+        chains: list[list[tuple[Join, Link]]] = []
+        for join in self.joins:
+            link = self.link(join.root, totals)
+            chain = ends.pop(link.before, None) if link.before else None
+            if chain is None:
+                chain = []
+                chains.append(chain)
+            chain.append((join, link))
+            ends[join.total] = chain
+        return chains
+
+    def link(self, root: str, totals: set[str]) -> Link:
+        """Walk a root back to the sum, or the source, that it comes from."""
+        norm, affine, name, start = None, False, root, root
+        while name not in totals:
+            op = self.graph[name]
+            if name in self.norms and norm is None:
+                norm, name = name, self.norms[name].source
+                continue
+            if norm is None:
+                start = name
+            if op.kind in SHAPE | CASTS | {"dropout"} | ACTIVATIONS and op.data:
+                affine, name = affine or op.kind in ACTIVATIONS, op.data[0]
+            elif (step := scaled(self.graph, name)) is not None:
+                affine, name = True, step
+            else:
+                return Link(None, norm if norm and self.graph[root].name == norm else None, affine, start)
+        return Link(name, norm, affine, start)
+
+    def stream(self, chain: list[tuple[Join, Link]], index: int) -> Stream:
+        post = self.post_norms(chain)
+        blocks: list[Block] = []
+        axis = self.axis(chain)
+        for group, (join, link) in enumerate(chain):
+            parallel = index * 10000 + group if len(join.branches) > 1 else None
+            for branch, add in join.branches:
+                blocks.append(self.block(join, branch, add, axis, parallel, post[group]))
+        first, last = chain[0], chain[-1]
+        embedding = self.norms.get(first[1].norm or "")
+        final = None if post[-1] else self.norm_after(last[0].total)
+        width = self.graph.width(first[0].total, axis)
+        sources = tuple(self.source_parameters(first[1].start, width))
+        name = stream_name([b.name for b in blocks], index)
+        return Stream(
+            name,
+            width,
+            tuple(blocks),
+            sources,
+            self.site(Where.EMBEDDING, embedding, None) if embedding else None,
+            self.site(Where.FINAL, final, None) if final else None,
+            self.taps(chain),
+            source=first[0].root,
+            last=last[0].total,
+        )
+
+    def post_norms(self, chain: list[tuple[Join, Link]]) -> list[Found | None]:
+        """Return each join's trunk norm. The last one has no next skip to tell: its siblings decide."""
+        found = [self.norms[link.norm] if link.norm else None for _, link in chain[1:]]
+        last = self.norm_after(chain[-1][0].total)
+        if last is None:
+            return [*found, None]
+        kinds = [self.kind(join, join.branches[0][0]) for join, _ in chain]
+        alike = [f is not None for f, k in zip(found, kinds, strict=False) if k == kinds[-1]]
+        votes = alike or [f is not None for f in found]
+        if votes:
+            post = 2 * sum(votes) > len(votes)
+        else:
+            join = chain[-1][0]
+            edge = self.entries(join.root, join.branches[0][0]) or self.exit(join.root, join.branches[0][0])
+            post = not edge and len(self.graph.users[join.total]) == 1
+        return [*found, last if post else None]
+
+    def norm_after(self, total: str) -> Found | None:
+        """Return the first norm that reads a sum, straight or through casts, slices and reshapes."""
+        todo = [total]
+        while todo:
+            name = todo.pop(0)
+            for user in self.graph.users[name]:
+                if user == "output":
+                    continue
+                if user in self.inside:
+                    return self.norms[self.inside[user]]
+                if self.graph[user].kind in SHAPE | CASTS | {"dropout", "gather"}:
+                    todo.append(user)
+        return None
+
+    def axis(self, chain: list[tuple[Join, Link]]) -> int:
+        """Tell which axis of the stream's values is the channels: the one that norms or writers work on."""
+        for join, link in chain:
+            if link.norm and self.graph[self.norms[link.norm].source].shape == self.graph[join.total].shape:
+                return self.norms[link.norm].axis
+            rank = len(self.graph[join.total].shape or ())
+            for axis in dict.fromkeys((-1, 1 - rank)):
+                for branch, _ in join.branches:
+                    region = {o.name for o in self.graph.between(join.root, branch)}
+                    end = self.exit(join.root, branch)
+                    if writers(self.graph, end.source if end else branch, axis, region).linears:
+                        return axis
+        return -1
+
+    def block(self, join: Join, branch: str, add: str, axis: int, group: int | None, post: Found | None) -> Block:
+        graph = self.graph
+        region = {o.name for o in graph.between(join.root, branch)}
+        entries, leave = self.entries(join.root, branch), self.exit(join.root, branch)
+        sites = [self.site(Where.IN, f, None) for f in entries]
+        edge_norms = {f.output for f in entries} | ({leave.output} if leave else set())
+        inner = [f for o, f in self.norms.items() if o in region and o not in edge_norms and o not in self.used]
+        sites += [self.site(Where.INNER, f, branch) for f in inner]
+        sites += [self.site(Where.OUT, leave, None)] if leave else []
+        sites += [self.site(Where.POST, post, None)] if post else []
+        begin = [(f.output, f.axis) for f in entries] or [(join.root, axis)]
+        edges = [readers(graph, start, at, region) for start, at in begin]
+        ends = writers(graph, leave.source if leave else branch, leave.axis if leave else axis, region)
+        reads = tuple(dict.fromkeys(self.shared(r) for e in edges for r in e.linears))
+        writes = tuple(dict.fromkeys(self.shared(w) for w in ends.linears))
+        opaque = self.opaque(edges, ends, join, entries, region)
+        kind = self.kind(join, branch)
+        anchor = Anchor(join.root, branch, add, join.skip, join.total, axis)
+        held = {n for o in region if o not in self.inside for n in graph[o].data if graph[n].kind == "param"}
+        path = common(str(graph[n].attrs["param"]) for n in sorted(held))
+        return Block(path, kind, tuple(sites), reads, writes, group, self.scale(join), opaque, anchor)
+
+    def scale(self, join: Join) -> float:
+        """Return the constant that multiplies the skip on its way from the root, 1.0 for a bare skip."""
+        name, factor = join.skip, 1.0
+        while name != join.root:
+            op = self.graph[name]
+            if op.kind in {"mul", "div"}:
+                number = next((float(i) for i in op.inputs if isinstance(i, (int, float))), None)
+                if number is None:
+                    return float("nan")
+                factor = factor * number if op.kind == "mul" else factor / number
+            name = scaled(self.graph, name) or op.data[0]
+        return factor
+
+    def opaque(self, edges: list[Edge], ends: Edge, join: Join, entries: list[Found], region: set[str]) -> str:
+        said = []
+        if others := [o for e in edges for o in e.others if o not in self.inside]:
+            said.append(f"read by {self.graph[others[0]].kind}")
+        if others := [o for o in ends.others if o not in self.inside]:
+            said.append(f"written by {self.graph[others[0]].kind}")
+        heads = {f.output for f in entries}
+        raw = [u for u in self.graph.users[join.root] if u in region and self.inside.get(u) not in heads]
+        if entries and [u for u in raw if self.graph[u].kind not in SHAPE | CASTS]:
+            said.append("reads the raw stream too")
+        return "; ".join(said)
+
+    def shared(self, linear: Linear) -> Linear:
+        """Say whether a linear's parameter (or bias) has other uses in the graph."""
+        uses = max(self.graph.uses[n] for n in (linear.param, linear.bias) if n)
+        return replace(linear, shared=True) if uses > 1 else linear
+
+    def entries(self, root: str, branch: str) -> list[Found]:
+        """Return the norms of the branch that read the root, straight or through casts, shapes and scales."""
+        found: list[Found] = []
+        for out, norm in self.norms.items():
+            if out == root or not self.graph.reaches(out, branch) or not self.graph.reaches(root, norm.source):
+                continue
+            name = norm.source
+            while name != root and (step := self.back(name)):
+                name = step
+            if name == root:
+                found.append(norm)
+        return found
+
+    def back(self, name: str) -> str | None:
+        op = self.graph[name]
+        if op.kind in SHAPE | CASTS | {"dropout", "gather"} and op.data:
+            return op.data[0]
+        return scaled(self.graph, name)
+
+    def exit(self, root: str, branch: str) -> Found | None:
+        """Return the norm that a branch ends in, seen through casts, shapes, scales and gates that do not read the root."""
+        name: str | None = branch
+        while name and name != root:
+            if name in self.norms:
+                found = self.norms[name]
+                region = self.graph.between(root, found.source) if self.graph.reaches(root, found.source) else []
+                return found if any(o.kind in WEIGHTED or not o.data for o in region) or len(region) > 4 else None
+            op = self.graph[name]
+            gate = [n for n in op.data if n not in self.graph.constant and self.graph.reaches(root, n)]
+            name = self.back(name) or (gate[0] if op.kind == "mul" and len(gate) == 1 else None)
+        return None
+
+    def site(self, where: Where, found: Found, branch: str | None) -> Site:
+        """Describe a norm; an inner norm that its branch does not have to pass (q and k norms) gets a tap."""
+        self.used.add(found.output)
+        edge = readers(self.graph, found.output, found.axis)
+        taps = tuple(dict.fromkeys("output" if o == "output" else self.graph[o].kind for o in edge.others))
+        if branch and not self.dominates(found, branch):
+            taps = (*taps, "off the branch's main path")
+        origin = (found.source, *sorted(found.members, key=self.graph.index.__getitem__))
+        origin = (*[o for o in origin if o != found.output], found.output)
+        return Site(where, found.norm, tuple(dict.fromkeys(map(self.shared, edge.linears))), taps, origin)
+
+    def dominates(self, found: Found, branch: str) -> bool:
+        """Say whether every path from the norm's source's weights to the branch's end passes the norm."""
+        graph = self.graph
+        if not graph.reaches(found.output, branch):
+            return False
+        index = graph.index[found.output]
+        for op in graph.between(found.source, branch):
+            if op.name in found.members or graph.index[op.name] < index or graph.reaches(found.output, op.name):
+                continue
+            return False
+        after = [o for o in graph.between(found.output, branch)]
+        heavy = [n for o in after for n in o.data if n not in graph.constant and not graph.reaches(found.output, n)]
+        return not [n for n in heavy if any(o.kind in WEIGHTED for o in graph.between(self.root_of(n), n))]
+
+    def root_of(self, name: str) -> str:
+        roots = [j.root for j in self.joins if self.graph.reaches(j.root, name)]
+        return roots[-1] if roots else name
+
+    def kind(self, join: Join, branch: str) -> str:
+        """Name what a branch computes: attention, moe, ssm, conv, mlp or other."""
+        ops = self.graph.between(join.root, branch)
+        kinds = Counter(o.kind for o in ops)
+        soft = any(k in kinds for k in ("softmax", "_softmax", "_safe_softmax"))
+        products = [o for o in ops if o.kind in {"matmul", "bmm", "einsum"} and len(o.data) > 1]
+        data = [o for o in products if all(n not in self.graph.constant for n in o.data[:2])]
+        if "scaled_dot_product_attention" in kinds or (soft and len(data) >= 2):
+            return "attention"
+        if any(k in kinds for k in ROUTERS):
+            return "moe"
+        wide = any(o.kind == "conv" and any(k != 1 for k in self.kernel(o.data[1])) for o in ops)
+        if "cumsum" in kinds or (wide and ("softplus" in kinds or "exp" in kinds)):
+            return "ssm"
+        if wide:
+            return "conv"
+        return "mlp" if "linear" in kinds or products or "conv" in kinds else "other"
+
+    def kernel(self, weight: str) -> tuple[int | str, ...]:
+        return (self.graph[weight].shape or ())[2:]
+
+    def source_parameters(self, start: str, width: int) -> list[str]:
+        """Return the parameters whose rows, or whose products, make the stream's first state."""
+        found: list[str] = []
+        todo, seen = [start], set()
+        while todo:
+            name = todo.pop()
+            op = self.graph[name]
+            if name in seen:
+                continue
+            seen.add(name)
+            if op.kind == "param":
+                found.append(str(op.attrs["param"]))
+            elif op.kind in {"embedding", "linear", "conv"}:
+                weight = self.graph[op.data[0] if op.kind == "embedding" else op.data[1]]
+                found += [str(weight.attrs["param"])] if weight.kind == "param" else []
+            elif op.kind in SHAPE | CASTS | {"add", "mul", "cat", "dropout", "gather", "div"} or name in self.norms:
+                todo += op.data
+        return sorted(set(found))
+
+    def taps(self, chain: list[tuple[Join, Link]]) -> tuple[str, ...]:
+        """Return what else reads the trunk before its last state: no block, no norm and no sum of this stream."""
+        last = chain[-1][0].total
+        trunk = {n for j, _ in chain for n in (j.root, j.total)} - {last}
+        known = {n for j, _ in chain for n in (j.root, j.total)}
+        for join, _ in chain:
+            for branch, add in join.branches:
+                known |= {o.name for o in self.graph.between(join.root, branch)} | {add}
+            known |= {o.name for o in self.graph.between(join.root, join.skip)}
+        for _, link in chain:
+            if link.before:
+                known |= {o.name for o in self.graph.between(link.before, link.start)}
+        found = []
+        for name in sorted(trunk, key=self.graph.index.__getitem__):
+            for user in self.graph.users[name]:
+                if user == "output" or (user not in known and user not in self.inside):
+                    found.append("output" if user == "output" else self.graph[user].kind)
+        return tuple(dict.fromkeys(found))

@@ -1,0 +1,219 @@
+"""Follow the stream's channel axis to the linear maps at the edges of a branch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from ..opgraph import CASTS, SHAPE, Op, OpGraph, Operand
+from ..stream import Linear
+
+PRODUCTS = frozenset({"matmul", "mm", "bmm"})
+PASS = CASTS | {"dropout"}
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Hold the linears found at one edge of a branch, and the first ops behind which no linear could be followed."""
+
+    linears: tuple[Linear, ...]
+    others: tuple[str, ...]
+
+
+def moved(graph: OpGraph, op: Op, axis: int, back: bool = False) -> int | None:
+    """Return where a shape op moves a (negative) axis of its input; `back`: where an axis of its output comes from."""
+    source, target = graph[op.data[0]].shape or (), op.shape or ()
+    if op.kind == "permute":
+        order = _order(op, len(target))
+        return order[axis] - len(target) if back else order.index(axis + len(target)) - len(target)
+    if op.kind == "gather":
+        axes: tuple[int, ...] = op.attrs["axes"]  # type: ignore[assignment]
+        rank = len(source)
+        return axis if axis + rank not in axes and axis > max(a - rank for a in axes) else None
+    if op.kind == "slice":
+        cut: int = op.attrs["axis"]  # type: ignore[assignment]
+        cut = cut - len(source) if cut >= 0 else cut
+        if "drop" not in op.attrs:
+            return axis if cut != axis or source[axis] == target[axis] else None
+        if cut == axis and not back:
+            return None
+        return axis if cut < axis else (axis - 1 if back else axis + 1)
+    if op.kind in {"roll", "pad", "flip", "expand"}:
+        return axis if -axis <= min(len(source), len(target)) and source[axis] == target[axis] else None
+    old, new = (target, source) if back else (source, target)
+    same = [j for j in range(-len(new), 0) if new[j] == old[axis] and _right(new, j) == _right(old, axis)]
+    return same[-1] if same else None
+
+
+def _order(op: Op, rank: int) -> list[int]:
+    if "order" in op.attrs:
+        return [a % rank for a in op.attrs["order"]]  # type: ignore[attr-defined]
+    order = list(range(rank))
+    a, b = op.attrs["swap"]  # type: ignore[misc]
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _right(shape: tuple[int | str, ...], axis: int) -> tuple[int, tuple[str, ...]]:
+    """Return the extent to the right of an axis: the product of its numbers, and its symbols."""
+    tail = shape[axis:][1:]
+    return prod(d for d in tail if isinstance(d, int)), tuple(sorted(d for d in tail if isinstance(d, str)))
+
+
+def parameter(graph: OpGraph, name: Operand, axis: int) -> tuple[str, int, bool] | None:
+    """Return (parameter, its axis, whether it is read as it is) behind a weight operand's axis, or None."""
+    whole = True
+    while isinstance(name, str):
+        op = graph[name]
+        if op.kind == "param":
+            return str(op.attrs["param"]), axis + len(op.shape or ()), whole
+        if op.kind in CASTS:
+            name = op.inputs[0]
+        elif op.kind in SHAPE or op.kind == "gather":
+            before = moved(graph, op, axis, back=True)
+            if before is None:
+                return None
+            axis, name, whole = before, op.inputs[0], whole and op.kind != "gather"
+        else:
+            return None
+    return None
+
+
+def _bias(graph: OpGraph, name: Operand) -> str | None:
+    found = parameter(graph, name, -1)
+    return found[0] if found and found[2] else None
+
+
+def _linear(graph: OpGraph, op: Op, weight: Operand, axis: int, exact: bool) -> Linear | None:
+    found = parameter(graph, weight, axis)
+    if found is None:
+        return None
+    param, place, whole = found
+    bias = op.inputs[2] if len(op.inputs) > 2 and op.kind not in {"bmm", "mm"} else None
+    named = _bias(graph, bias)
+    exact = exact and whole and (bias is None or named is not None)
+    return Linear(param, place, named, shared=False, exact=exact, node=op.name)
+
+
+def read(graph: OpGraph, op: Op, value: str, axis: int) -> Linear | None:
+    """Return the linear map by which `op` contracts `axis` of `value` with a parameter, or None."""
+    if op.kind == "linear" and op.inputs[0] == value and axis == -1:
+        return _linear(graph, op, op.inputs[1], -1, True)
+    if op.kind in PRODUCTS and op.inputs[0] == value and axis == -1:
+        return _linear(graph, op, op.inputs[1], -2, True)
+    if op.kind in PRODUCTS and op.inputs[1] == value and axis == -2:
+        return _linear(graph, op, op.inputs[0], -1, False)
+    if op.kind == "conv" and op.inputs[0] == value and axis == 1 - len(graph[value].shape or ()):
+        rank, groups = len(graph[value].shape or ()), op.attrs["groups"]
+        depthwise = groups == graph.width(value, axis)
+        if groups == 1 or depthwise:
+            return _linear(graph, op, op.inputs[1], -rank if depthwise else 1 - rank, not op.attrs["padded"])
+    return None
+
+
+def written(graph: OpGraph, op: Op, axis: int) -> Linear | None:
+    """Return the linear map by which `op` produces `axis` of its output from a parameter, or None."""
+    if op.kind == "linear" and axis == -1:
+        return _linear(graph, op, op.inputs[1], -2, True)
+    if op.kind in PRODUCTS and axis == -1:
+        return _linear(graph, op, op.inputs[1], -1, True)
+    if op.kind in PRODUCTS and axis == -2:
+        return _linear(graph, op, op.inputs[0], -2, False)
+    if op.kind == "conv" and axis == 1 - len(op.shape or ()):
+        return _linear(graph, op, op.inputs[1], -len(op.shape or ()), True)
+    return None
+
+
+def readers(graph: OpGraph, start: str, axis: int, within: Collection[str] | None = None) -> Edge:
+    """Return every consumer of `start` (inside `within`): the linears that read `axis`, and the others by name."""
+    linears: dict[str, Linear] = {}
+    others: list[str] = []
+    todo = [(start, axis, True)]
+    while todo:
+        value, at, exact = todo.pop(0)
+        for user in graph.users[value]:
+            if user == "output" or (within is not None and user not in within):
+                others += ["output"] if within is None else []
+                continue
+            op = graph[user]
+            linear = read(graph, op, value, at)
+            if linear is not None:
+                known = linear if exact else Linear(linear.param, linear.axis, linear.bias, False, False, linear.node)
+                linears[user] = known
+            elif (step := _onward(graph, op, value, at)) is not None:
+                todo.append((user, step[0], exact and step[1]))
+            else:
+                others.append(user)
+    return Edge(tuple(linears.values()), tuple(dict.fromkeys(others)))
+
+
+def _onward(graph: OpGraph, op: Op, value: str, axis: int) -> tuple[int, bool] | None:
+    """Return where the channel axis goes through a transparent op, and whether a shift passes unchanged."""
+    if op.kind in PASS:
+        return axis, True
+    if (op.kind in SHAPE or op.kind == "gather") and op.inputs[0] == value:
+        after = moved(graph, op, axis)
+        return None if after is None else (after, op.kind != "pad")
+    if op.kind in {"mul", "div"} and op.inputs[0] == value and graph.is_scalar(op.inputs[1]):
+        return axis, False
+    if op.kind == "mul" and op.inputs[1] == value and graph.is_scalar(op.inputs[0]):
+        return axis, False
+    return None
+
+
+def writers(graph: OpGraph, end: str, axis: int, within: Collection[str]) -> Edge:
+    """Return the linears (inside `within`) whose products make up `axis` of `end`, and what else does."""
+    linears: dict[str, Linear] = {}
+    others: list[str] = []
+    todo, seen = [(end, axis)], set()
+    while todo:
+        name, at = todo.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        op = graph[name]
+        linear = written(graph, op, at) if name in within else None
+        if linear is not None:
+            linears[name] = linear
+            continue
+        steps = list(_backward(graph, op, at)) if name in within else []
+        todo += steps
+        if not steps:
+            others.append(name)
+    return Edge(tuple(linears.values()), tuple(others))
+
+
+def _backward(graph: OpGraph, op: Op, axis: int) -> Iterator[tuple[str, int]]:
+    """Yield the operands whose channel scaling would pass through `op` unchanged."""
+    if op.kind in PASS:
+        yield op.data[0], axis
+    elif op.kind in SHAPE or op.kind == "gather":
+        before = moved(graph, op, axis, back=True)
+        if before is not None:
+            yield op.data[0], before
+    elif op.kind in {"mul", "div"}:
+        for i, name in enumerate(op.inputs[: 1 if op.kind == "div" else 2]):
+            other = op.inputs[1 - i]
+            if isinstance(name, str) and name not in graph.constant and _commutes(graph, other, axis):
+                yield name, axis
+                return
+    elif op.kind == "add":
+        data = [n for n in op.data if n not in graph.constant]
+        if len(data) == len(op.inputs) and all(graph[n].shape == op.shape for n in data):
+            yield from ((n, axis) for n in data)
+    elif op.kind == "sum" and op.attrs["axes"]:
+        rank = len(graph[op.data[0]].shape or ())
+        axes = sorted(a % rank for a in op.attrs["axes"])  # type: ignore[attr-defined]
+        if len(axes) == 1 and not op.attrs["keepdim"]:
+            place = axis + rank - 1
+            place = place if place < axes[0] else place + 1
+            yield op.data[0], place - rank
+
+
+def _commutes(graph: OpGraph, factor: Operand, axis: int) -> bool:
+    """Say whether a factor acts channel by channel (a vector of parameters) or alike on all channels."""
+    if not isinstance(factor, str) or graph.is_scalar(factor):
+        return True
+    shape = graph[factor].shape or ()
+    return len(shape) < -axis or shape[axis] == 1 or factor in graph.constant

@@ -1,0 +1,193 @@
+"""Find residual sums: adds that join a value with something computed from that same value by weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..opgraph import CASTS, SHAPE, OpGraph
+from ..plan import Refusal
+
+WEIGHTED = frozenset({
+    "linear", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv", "conv_transpose", "lstm", "gru", "cumsum",
+    "scaled_dot_product_attention", "_grouped_mm", "embedding_bag", "bilinear",
+})  # fmt: skip
+POOLS = ("avg_pool", "max_pool", "adaptive_", "fft", "_fft", "roll")
+CLOSED = "the streams of this model are not converted; see `lnrewrite explain` of this code"
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Hold one residual sum: `total` = `skip` + branches; `root` is the trunk value that skip and branches share.
+
+    `branches` pairs each branch's last value with the add that it enters.
+    """
+
+    total: str
+    skip: str
+    root: str
+    branches: tuple[tuple[str, str], ...]
+
+
+def find_joins(graph: OpGraph) -> tuple[list[Join], list[Refusal]]:
+    """Return the residual sums in execution order, inner ones left out, and what is beyond the picture."""
+    found: list[Join] = []
+    refusals: list[Refusal] = []
+    for op in graph:
+        if op.kind == "add" and len(op.data) == 2 and not _flattens(graph, op.name):
+            join = _join(graph, op.name, refusals)
+            if join:
+                found.append(join)
+    return _outermost(graph, found, refusals), refusals
+
+
+def mixes(graph: OpGraph, start: str, end: str) -> bool:
+    """Say whether a branch lets tokens see each other: a product of two of its values, or a scan, pool, FFT.
+
+    Expert weights that a router picks are parameters here: gathers are followed through what they pick from.
+    """
+    for op in graph.between(start, end):
+        if op.kind in {"scaled_dot_product_attention", "cumsum", "lstm", "gru", "conv"} or op.kind.startswith(POOLS):
+            return True
+        if op.kind in {"matmul", "bmm", "einsum", "baddbmm"} and len(op.data) > 1:
+            if all(n not in graph.constant and graph.reaches(start, n) for n in op.data[:2]):
+                return True
+    return False
+
+
+def _same_shape(graph: OpGraph, a: str, b: str) -> bool:
+    one, two = graph[a].shape, graph[b].shape
+    return bool(one and two and len(one) == len(two) >= 2) and all(
+        x == y for x, y in zip(one, two, strict=True) if isinstance(x, int) and isinstance(y, int)
+    )
+
+
+def _flattens(graph: OpGraph, name: str) -> bool:
+    """Say whether a sum is only a part of the next sum."""
+    users = graph.users[name]
+    if len(users) != 1 or users[0] == "output":
+        return False
+    user = graph[users[0]]
+    return user.kind == "add" and len(user.data) == 2 and _same_shape(graph, name, user.name)
+
+
+def _terms(graph: OpGraph, total: str) -> list[tuple[str, str]]:
+    """Return (term, the add that it enters) for a sum written as a tree of adds."""
+    found: list[tuple[str, str]] = []
+    todo = [total]
+    while todo:
+        name = todo.pop()
+        for operand in graph[name].data:
+            inner = graph[operand]
+            if inner.kind == "add" and len(inner.data) == 2 and _flattens(graph, operand):
+                todo.append(operand)
+            else:
+                found.append((operand, name))
+    return sorted(found, key=lambda pair: graph.index[pair[0]])
+
+
+def trunk(graph: OpGraph, term: str) -> Iterator[str]:
+    """Yield the values that a skip's operand carries on: itself, then back through casts, shapes and constant scales."""
+    yield term
+    while True:
+        op = graph[term]
+        if op.kind in SHAPE | CASTS | {"dropout"}:
+            term = op.data[0]
+        elif op.kind in {"mul", "div", "add"} and (step := scaled(graph, term)):
+            term = step
+        else:
+            return
+        yield term
+
+
+def scaled(graph: OpGraph, name: str) -> str | None:
+    """Return what a constant factor (or shift), one number or one per channel, is applied to; None for other ops."""
+    op = graph[name]
+    if op.kind not in {"mul", "div", "add"} or len(op.inputs) < 2:
+        return None
+    width = graph.width(name)
+    for value, other in ((op.inputs[0], op.inputs[1]), (op.inputs[1], op.inputs[0])):
+        if isinstance(value, str) and value not in graph.constant:
+            plain = op.kind != "add" and graph.is_scalar(other)
+            if (plain or graph.is_channel_vector(other, width)) and (op.kind != "div" or value == op.inputs[0]):
+                return value
+    return None
+
+
+def _join(graph: OpGraph, total: str, refusals: list[Refusal]) -> Join | None:
+    rank = len(graph[total].shape or ())
+    if max(graph.width(total), graph.width(total, 1 - rank)) < 2:
+        return None
+    terms = [(t, add) for t, add in _terms(graph, total) if t not in graph.constant]
+    for skip, _ in reversed(terms):
+        others = [(t, add) for t, add in terms if t != skip and _same_shape(graph, t, total)]
+        for root in trunk(graph, skip):
+            branches = [(t, add) for t, add in others if t != root and _is_sublayer(graph, root, t)]
+            if not branches or not _carries_features(graph, root):
+                continue
+            extra = [t for t, _ in others if t not in {b for b, _ in branches} and graph.reaches(t, branches[0][0])]
+            if extra:
+                why = f"the sum {total} carries two earlier states of the stream, {root} and {extra[0]}"
+                refusals.append(Refusal("LN202", total, why, CLOSED))
+            return Join(total, skip, root, _merged(graph, root, branches))
+    return None
+
+
+def _carries_features(graph: OpGraph, name: str) -> bool:
+    """Say whether a value holds features, not a mask or positions: it comes from weights, or is a float input."""
+    if graph[name].kind == "input":
+        return "float" in graph[name].dtype
+    return any(graph.ancestors[name] >> graph.index[p] & 1 for p in graph.parameters) or any(
+        op.kind == "input" and "float" in op.dtype and graph.reaches(op.name, name) for op in graph
+    )
+
+
+def _is_sublayer(graph: OpGraph, root: str, end: str) -> bool:
+    if not graph.reaches(root, end):
+        return False
+    return any(op.kind in WEIGHTED or op.kind.startswith(POOLS) for op in graph.between(root, end))
+
+
+def _merged(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Let token-wise terms that are summed among themselves first count as one branch: routed and shared experts."""
+    while True:
+        for i, (a, add) in enumerate(branches):
+            for b, other in branches[i + 1 :]:
+                if other == add and not mixes(graph, root, a) and not mixes(graph, root, b):
+                    rest = [p for p in branches if p[0] not in {a, b}]
+                    branches = sorted([*rest, (add, graph.users[add][0])], key=lambda p: graph.index[p[0]])
+                    break
+            else:
+                continue
+            break
+        else:
+            return tuple(branches)
+
+
+def _outermost(graph: OpGraph, joins: list[Join], refusals: list[Refusal]) -> list[Join]:
+    """Drop sums that lie inside a branch, and refuse skips that span a chain of blocks."""
+    inner: set[str] = set()
+    by_total = {j.total: j for j in joins}
+    users: dict[str, str] = {}
+    for outer in joins:
+        for branch, _ in outer.branches:
+            if branch in users:
+                why = f"the branch {branch} is added to two streams, at {users[branch]} and {outer.total}"
+                refusals.append(Refusal("LN207", outer.total, why, CLOSED))
+            users[branch] = outer.total
+        held = [j for j in joins if j is not outer and _inside(graph, j, outer)]
+        chained = [j for j in held if any(t in by_total and by_total[t] in held for t in trunk(graph, j.root))]
+        if chained or any(j.root == outer.root for j in held):
+            why = f"the skip from {outer.root} to {outer.total} spans the residual blocks {', '.join(j.total for j in held[:3])}"
+            refusals.append(Refusal("LN202", outer.total, why, CLOSED))
+        inner |= {j.total for j in held}
+    return [j for j in joins if j.total not in inner]
+
+
+def _inside(graph: OpGraph, inner: Join, outer: Join) -> bool:
+    return (
+        graph.reaches(outer.root, inner.root)
+        and inner.total != outer.root
+        and any(graph.reaches(inner.total, branch) for branch, _ in outer.branches)
+        and not graph.reaches(inner.total, outer.root)
+    )

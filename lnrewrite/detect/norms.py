@@ -1,0 +1,268 @@
+"""Recognise norms by algebra, and prove each on random data before it counts.
+
+A decomposed norm is a product (or quotient) of a value with an inverse root of one of its own reductions. Whatever
+the spelling, the piece of graph between the value and the product is run in float64 on random data and compared
+with every norm in `unit`; only what agrees to 1e-9 is a norm. Names of modules and parameters play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..opgraph import CASTS, Op, OpGraph, Operand
+from ..plan import Refusal
+from ..stream import Kind, Norm
+from .arithmetic import Array, Unknown, closure, constants, run
+
+FUSED = {
+    "layer_norm": Kind.LAYER, "rms_norm": Kind.RMS, "batch_norm": Kind.BATCH, "group_norm": Kind.GROUP,
+    "instance_norm": Kind.GROUP,
+}  # fmt: skip
+REDUCTIONS = {"mean", "sum", "var", "std", "vector_norm"}
+STATISTIC = {"cast", "reshape", "expand", "reciprocal", "sqrt", "rsqrt", "pow", "add", "clamp_min", "maximum", "mul", "div", "clamp"}
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Hold one norm of a graph: `source` is what it normalises along `axis`, `output` its value, `members` its ops."""
+
+    norm: Norm
+    source: str
+    output: str
+    members: frozenset[str]
+    axis: int = -1
+
+
+def find_norms(graph: OpGraph) -> tuple[dict[str, Found], list[Refusal]]:
+    """Return the norms by output node, and what looked like a norm but was not."""
+    found: dict[str, Found] = {}
+    refusals: list[Refusal] = []
+    taken: set[str] = set()
+    for op in graph:
+        if op.name in taken:
+            continue
+        core = _fused(graph, op)
+        if core is None and op.kind in {"mul", "div"}:
+            core = _decomposed(graph, op, refusals)
+        if core is not None:
+            whole = _with_affine(graph, core)
+            found[whole.output] = whole
+            taken |= whole.members
+    return found, refusals
+
+
+def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
+    """Return the unit-gain norm of rows x [rows, width] in float64.
+
+    variant: std 0 biased, 1 unbiased standard deviation; l2 0 max(|x|, eps), 1 |x| + eps.
+    """
+    centred = x - x.mean(-1, keepdims=True)
+    match kind:
+        case Kind.LAYER:
+            return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+        case Kind.RMS:
+            return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+        case Kind.STD:
+            return centred / (x.std(-1, keepdims=True, ddof=variant) + eps)
+        case _:
+            length = np.sqrt((x**2).sum(-1, keepdims=True))
+            return x / (np.maximum(length, eps) if variant == 0 else length + eps)
+
+
+def _fused(graph: OpGraph, op: Op) -> Found | None:
+    kind = FUSED.get(op.kind)
+    if kind is None or not isinstance(op.inputs[0], str):
+        return None
+    source, gamma, beta = op.inputs[0], op.inputs[1], op.inputs[2]
+    axis = -1 if kind in {Kind.LAYER, Kind.RMS} else 1
+    if op.attrs.get("axes", 1) != 1:
+        kind = Kind.GROUP
+    eps: float = op.attrs["eps"]  # type: ignore[assignment]
+    norm = Norm(kind, eps, **_gain(graph, gamma), beta=_parameter(graph, beta))
+    return Found(norm, source, op.name, frozenset({op.name}), axis)
+
+
+def _parameter(graph: OpGraph, name: Operand) -> str | None:
+    """Return the parameter behind a value, through casts and reshapes."""
+    while isinstance(name, str):
+        op = graph[name]
+        if op.kind == "param":
+            return str(op.attrs["param"])
+        if op.kind not in {"cast", "reshape", "expand"}:
+            return None
+        name = op.inputs[0]
+    return None
+
+
+def _gain(graph: OpGraph, name: Operand) -> dict[str, object]:
+    """Describe a gain: a parameter w, 1 + w, or something computed from parameters."""
+    if not isinstance(name, str):
+        return {}
+    if direct := _parameter(graph, name):
+        return {"gamma": direct}
+    op = graph[name]
+    while op.kind in {"cast", "reshape", "expand"} and isinstance(op.inputs[0], str):
+        op = graph[op.inputs[0]]
+    if op.kind == "add" and 1 in [i for i in op.inputs if not isinstance(i, str)]:
+        inner = _parameter(graph, next((i for i in op.inputs if isinstance(i, str)), None))
+        if inner:
+            return {"gamma": inner, "plus_one": True}
+    return {"gamma": name, "computed": True}
+
+
+def _statistic(graph: OpGraph, name: Operand, depth: int = 12) -> bool:
+    """Say whether a value is a scalar function of a reduction, with a root or a norm in it."""
+    rooted = False
+    while isinstance(name, str) and depth:
+        op = graph[name]
+        if op.kind in REDUCTIONS:
+            return rooted or op.kind in {"std", "vector_norm"}
+        if op.kind not in STATISTIC:
+            return False
+        rooted = rooted or op.kind in {"sqrt", "rsqrt"} or (op.kind == "pow" and op.inputs[1] in (0.5, -0.5))
+        name = next((i for i in op.inputs if isinstance(i, str) and i not in graph.constant), None)
+        depth -= 1
+    return False
+
+
+def _sources(graph: OpGraph, name: str) -> Iterator[str]:
+    """Yield what a normalised value may be computed from: itself, before a cast, a gain or the centring."""
+    yield name
+    op = graph[name]
+    gain = op.kind == "mul" and any(graph.is_channel_vector(i, graph.width(name)) for i in op.data)
+    if op.kind in CASTS or op.kind == "sub" or gain:
+        for inner in op.data:
+            if inner not in graph.constant:
+                yield from _sources(graph, inner)
+
+
+def _decomposed(graph: OpGraph, op: Op, refusals: list[Refusal]) -> Found | None:
+    if len(op.data) != 2:
+        return None
+    pairs = [(op.inputs[0], op.inputs[1])] + ([(op.inputs[1], op.inputs[0])] if op.kind == "mul" else [])
+    for value, statistic in pairs:
+        if not (isinstance(value, str) and isinstance(statistic, str) and _statistic(graph, statistic)):
+            continue
+        best = ""
+        for source in list(_sources(graph, value))[::-1]:
+            ops = closure(graph, source, op.name)
+            if ops is None or not graph.reaches(source, statistic):
+                continue
+            found, why = _prove(graph, source, op, ops)
+            if found:
+                return found
+            best = best or why
+        if best:
+            remedy = "open an issue with this node's spelling if it is a norm; it is left as it is"
+            refusals.append(Refusal("LN205", op.name, best, remedy))
+        return None
+    return None
+
+
+def _reduced_axis(ops: list[Op], rank: int) -> int | None:
+    """Return the one axis that every reduction of a piece runs over, counted from the end, or None."""
+    axes = {tuple(a - rank if a >= 0 else a for a in op.attrs["axes"]) for op in ops if op.kind in REDUCTIONS and op.attrs["axes"]}  # type: ignore[attr-defined]  # fmt: skip
+    if len(axes) != 1 or len(only := axes.pop()) != 1:
+        return None
+    return int(only[0])
+
+
+def _prove(graph: OpGraph, source: str, op: Op, ops: list[Op]) -> tuple[Found | None, str]:
+    """Run the piece on random data and match it with a norm; the second value says what did not fit."""
+    shape = graph[source].shape or ()
+    axis = _reduced_axis(ops, len(shape))
+    if axis is None or not (width := graph.width(source, axis)):
+        return None, "the reductions run over several axes, or over one of unknown size"
+    rng = np.random.default_rng(0)
+    parameters = {n: rng.normal(size=_numbers(graph[n].shape)) for n in constants(graph, ops)}
+    sizes = [d if isinstance(d, int) and i - len(shape) == axis else 2 + i for i, d in enumerate(shape)]
+    literal = [float(i) for o in ops for i in o.inputs if isinstance(i, (int, float)) and 0 < abs(i) < 0.5]
+    x = rng.normal(size=sizes) * 0.7 + 0.3
+    tests = [x * 0.02, x, x * 3]
+    try:
+        outputs = [run(ops, {**parameters, source: t}, op.name) for t in tests]
+    except (Unknown, ValueError, TypeError, IndexError) as why:
+        return None, f"the piece cannot be run on its own ({why})"
+    if any(y.shape != t.shape for y, t in zip(outputs, tests, strict=True)):
+        return None, "the result has another shape than what is normalised"
+    rows = np.concatenate([np.moveaxis(t, axis, -1).reshape(-1, width) for t in tests])
+    wanted = np.concatenate([np.moveaxis(y, axis, -1).reshape(-1, width) for y in outputs])
+    for kind, eps, variant in _candidates(literal):
+        gain = _fit(unit(kind, rows, eps, variant), wanted)
+        if gain is None:
+            continue
+        norm = _describe(graph, Norm(kind, eps), gain, parameters)
+        if norm is None:
+            continue
+        return Found(norm, source, op.name, frozenset(o.name for o in ops), axis), ""
+    return None, f"not layer, rms, std or l2 with any eps of {sorted(set(literal)) or 'none'}"
+
+
+def _numbers(shape: tuple[int | str, ...] | None) -> tuple[int, ...]:
+    return tuple(d if isinstance(d, int) else 1 for d in shape or ())
+
+
+def _candidates(literal: list[float]) -> Iterator[tuple[Kind, float, int]]:
+    eps = [*sorted({e for e in literal if e > 0}), 0.0]
+    yield from ((kind, e, 0) for kind in (Kind.LAYER, Kind.RMS) for e in eps)
+    yield from ((kind, e, v) for kind in (Kind.STD, Kind.L2) for v in (0, 1) for e in eps)
+
+
+def _fit(core: Array, wanted: Array) -> Array | None:
+    """Return the gain [width] with wanted = gain * core, or None where there is none."""
+    gain = (core * wanted).sum(0) / np.maximum((core * core).sum(0), 1e-300)
+    wrong = np.abs(core * gain - wanted).max()
+    return gain if wrong <= TOLERANCE * max(1.0, float(np.abs(wanted).max())) else None
+
+
+def _describe(graph: OpGraph, norm: Norm, gain: Array, parameters: dict[str, Array]) -> Norm | None:
+    """Name the parameter that a fitted gain comes from; a constant gain of 1 needs none."""
+    for name, value in parameters.items():
+        flat = np.broadcast_to(value.reshape(-1), gain.shape) if value.size in (1, gain.size) else None
+        for plus in (0, 1):
+            if flat is not None and np.allclose(gain, flat + plus, rtol=1e-9):
+                parameter = _parameter(graph, name)
+                if value.size == gain.size and parameter:
+                    return replace(norm, gamma=parameter, plus_one=bool(plus))
+                return replace(norm, gamma=name, computed=True)
+    return norm if np.allclose(gain, 1, rtol=1e-9) else None
+
+
+def _with_affine(graph: OpGraph, core: Found) -> Found:
+    """Let a norm take in the gain, bias and casts that follow it."""
+    norm, output, members = core.norm, core.output, set(core.members)
+    while True:
+        users = graph.users[output]
+        if len(users) != 1 or users[0] == "output":
+            break
+        op = graph[users[0]]
+        other = next((i for i in op.inputs if i != output), None)
+        width = graph.width(op.name, core.axis)
+        if op.kind in CASTS:
+            pass
+        elif op.kind == "mul" and not norm.gamma and not norm.beta and _is_vector(graph, other, width, core.axis):
+            norm = replace(norm, **_gain(graph, other))  # type: ignore[arg-type]
+        elif op.kind == "add" and not norm.beta and _is_vector(graph, other, width, core.axis):
+            beta = _parameter(graph, other)
+            if beta is None:
+                break
+            norm = replace(norm, beta=beta)
+        else:
+            break
+        output = op.name
+        members.add(output)
+    return replace(core, norm=norm, output=output, members=frozenset(members))
+
+
+def _is_vector(graph: OpGraph, name: Operand, width: int, axis: int) -> bool:
+    """Say whether a constant value is one number per channel of `axis`."""
+    if not isinstance(name, str) or name not in graph.constant or width < 2:
+        return False
+    shape = graph[name].shape or ()
+    if axis == -1 or len(shape) < -axis:
+        return graph.is_channel_vector(name, width) and axis == -1
+    return shape[axis] == width and all(d == 1 for i, d in enumerate(shape) if i - len(shape) != axis)

@@ -1,0 +1,74 @@
+"""Fit gains on samples: weighted least squares per channel, with outlying tokens left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .stream import Kind
+
+Array = NDArray[np.float64]
+
+OUTLIER = 20.0
+"""A token whose size is this many times the median (attention sinks, padding) takes no part in a fit."""
+
+
+def size(x: Array) -> Array:
+    """Return the root mean square of each row of x [tokens, width]: [tokens]."""
+    return np.asarray(np.sqrt((x * x).mean(-1)))
+
+
+def spread(kind: Kind, x: Array) -> Array:
+    """Return what a norm of this kind divides each row by, eps left out: the standard deviation, or the RMS."""
+    return size(x - x.mean(-1, keepdims=True)) if kind is Kind.LAYER else size(x)
+
+
+def unit(kind: Kind, x: Array, eps: float) -> Array:
+    """Return layer or rms norm of rows x [tokens, width] with unit gain: x / sqrt(mean(x^2) + eps)."""
+    if kind is Kind.LAYER:
+        x = x - x.mean(-1, keepdims=True)
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps))
+
+
+def usual(x: Array) -> Array:
+    """Return 1.0 for tokens of ordinary size, 0.0 for outliers: [tokens]."""
+    r = size(x)
+    return np.asarray((r <= OUTLIER * np.median(r)).astype(np.float64))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Hold target ~ scale * base + shift, per channel, and its relative squared error."""
+
+    scale: Array
+    shift: Array | None
+    error: float
+    value: Array
+
+
+def fit(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit:
+    """Fit scale (and shift) [width] so that scale * base + shift comes closest to target [tokens, width].
+
+    Weighted least squares: scale = E[w t b] / E[w b^2], with a shift Cov / Var (normalization reference E.2). The error
+    is E[w |t - fit|^2] / E[w |t|^2] over the tokens that weigh anything.
+    """
+    w = (weight / max(weight.sum(), 1e-300))[:, None]
+    zero: Any = 0.0
+    mean_b, mean_t = ((w * base).sum(0), (w * target).sum(0)) if shift else (zero, zero)
+    b, t = base - mean_b, target - mean_t
+    power = (w * b * b).sum(0)
+    scale = np.where(power > 0, (w * b * t).sum(0) / np.where(power > 0, power, 1.0), 1.0)
+    offset = mean_t - scale * mean_b if shift else None
+    value = scale * base + (offset if offset is not None else 0.0)
+    total = float((w * target * target).sum())
+    error = float((w * (target - value) ** 2).sum()) / total if total else 0.0
+    return Fit(scale, offset, error, value)
+
+
+def careful_eps(eps: float, branch: Array) -> float:
+    """Return `eps`, or the power of ten at most a thousandth of the smallest branch's mean square (reference E.2)."""
+    floor = float(np.quantile((branch * branch).mean(-1), 0.001)) * 1e-3
+    return eps if eps <= floor or floor <= 0 else float(f"1e{int(np.floor(np.log10(floor)))}")

@@ -1,0 +1,75 @@
+"""Say what was seen in a model as the JSON object of `lnrewrite inspect --json`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .plan import Refusal
+from .stream import Block, Network, Site, Stream
+
+Test = Callable[[str], bool]
+
+
+def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the contract's object: streams in execution order, each with its blocks, norms and end norms.
+
+    is_ones, is_zeros: look at a parameter's values; a gain of ones or a bias of zeros counts as absent.
+    """
+
+    def norm(site: Site, where: bool = True) -> dict[str, Any]:
+        n = site.norm
+        neutral = is_zeros if n.plus_one else is_ones
+        row: dict[str, Any] = {"where": str(site.where)} if where else {}
+        return row | {
+            "kind": str(n.kind),
+            "eps": n.eps,
+            "gamma": n.gamma is not None and (n.computed or not neutral(n.gamma)),
+            "beta": n.beta is not None and not is_zeros(n.beta),
+            "origin": list(site.origin[1:]),
+        }
+
+    def block(b: Block) -> dict[str, Any]:
+        return {
+            "name": b.name,
+            "kind": b.kind,
+            "placement": str(b.placement),
+            "parallel_group": b.parallel_group,
+            "norms": [norm(s) for s in b.sites],
+            "readers": [r.param for r in b.readers],
+            "writers": [w.param for w in b.writers],
+            "scale": b.scale,
+            "opaque": b.opaque,
+        }
+
+    def stream(s: Stream) -> dict[str, Any]:
+        return {
+            "name": s.name,
+            "width": s.width,
+            "blocks": [block(b) for b in s.blocks],
+            "embedding_norm": norm(s.embedding, False) if s.embedding else None,
+            "final_norm": norm(s.final, False) if s.final else None,
+        }
+
+    held = [site for s in network.streams for _, site in s.sites()]
+    on_stream = _distinct(site for site in held if site.where != "inner")
+    every = _distinct([*held, *network.elsewhere])
+    return {
+        "format": format,
+        "placement": network.placement,
+        "streams": [stream(s) for s in network.streams],
+        "norms": {
+            "total": len(every),
+            "on_stream": len(on_stream),
+            "kinds": dict(sorted(Counter(str(s.norm.kind) for s in every).items())),
+        },
+        "refusals": [r.to_dict() for r in network.refusals if isinstance(r, Refusal)],
+        "notes": list(notes),
+    }
+
+
+def _distinct(sites: Iterable[Site]) -> list[Site]:
+    """Return each norm once per application: parallel blocks may share one."""
+    found = {site.origin[-1:]: site for site in sites}
+    return list(found.values())

@@ -1,0 +1,125 @@
+"""A neutral view of an operator graph: what both backends lift into and detection looks at.
+
+It is a view with few fields, not an intermediate representation: nothing is edited here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+Operand = str | float | int | bool | None
+
+# Operators that hand their first input on unchanged in value, channel by channel.
+SHAPE = frozenset({"reshape", "permute", "expand", "slice", "roll", "pad", "flip"})
+CASTS = frozenset({"cast"})
+RANDOM = frozenset({"input", "rand", "randn", "rand_like", "randn_like", "bernoulli", "dropout", "randint"})
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """Describe one node: a neutral `kind`, operands (node names or scalars), attributes, shape (str: symbolic)."""
+
+    name: str
+    kind: str
+    inputs: tuple[Operand, ...] = ()
+    attrs: Mapping[str, object] = field(default_factory=dict)
+    shape: tuple[int | str, ...] | None = None
+    dtype: str = ""
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """Return the operands that are nodes."""
+        return tuple(i for i in self.inputs if isinstance(i, str))
+
+
+class OpGraph:
+    """Hold ops in topological order, aliases collapsed: `alias[name]` is the value a no-op stands for."""
+
+    def __init__(self, ops: Mapping[str, Op], alias: Mapping[str, str], outputs: tuple[str, ...]) -> None:
+        self.ops, self.alias, self.outputs = dict(ops), dict(alias), outputs
+        self.index = {name: i for i, name in enumerate(self.ops)}
+
+    def __getitem__(self, name: str) -> Op:
+        return self.ops[name]
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops.values())
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """Map each node to the ops that read it, in order; a graph output counts as the user `output`."""
+        found: dict[str, list[str]] = {name: [] for name in self.ops}
+        for op in self:
+            for name in dict.fromkeys(op.data):
+                found[name].append(op.name)
+        for name in self.outputs:
+            found[name].append("output")
+        return {k: tuple(v) for k, v in found.items()}
+
+    @cached_property
+    def ancestors(self) -> dict[str, int]:
+        """Map each node to the bitset (by `index`) of everything it is computed from, itself included."""
+        found: dict[str, int] = {}
+        for op in self:
+            bits = 1 << self.index[op.name]
+            for name in op.data:
+                bits |= found[name]
+            found[op.name] = bits
+        return found
+
+    def reaches(self, start: str, end: str) -> bool:
+        """Say whether `end` is computed from `start` (a node reaches itself)."""
+        return bool(self.ancestors[end] >> self.index[start] & 1)
+
+    def between(self, start: str, end: str) -> list[Op]:
+        """Return the ops on the paths from `start` (left out) to `end` (included), in order."""
+        first, last, bits = self.index[start], self.index[end], self.ancestors[end]
+        names = list(self.ops)[first + 1 : last + 1]
+        return [self.ops[n] for n in names if bits >> self.index[n] & 1 and self.reaches(start, n)]
+
+    @cached_property
+    def constant(self) -> frozenset[str]:
+        """Return the nodes computed from parameters, constants and sizes alone."""
+        found: set[str] = set()
+        for op in self:
+            if op.kind not in RANDOM and all(n in found for n in op.data):
+                found.add(op.name)
+        return frozenset(found)
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """Return the parameter nodes."""
+        return tuple(op.name for op in self if op.kind == "param")
+
+    @cached_property
+    def uses(self) -> dict[str, int]:
+        """Count how often each parameter is read."""
+        found: dict[str, int] = {}
+        for op in self:
+            if op.kind == "param":
+                name = str(op.attrs["param"])
+                found[name] = found.get(name, 0) + len(self.users[op.name])
+        return found
+
+    def width(self, name: str, axis: int = -1) -> int:
+        """Return the size of an axis where it is a number, else 0."""
+        shape = self.ops[name].shape
+        if not shape or not -len(shape) <= axis < len(shape):
+            return 0
+        size = shape[axis]
+        return size if isinstance(size, int) else 0
+
+    def is_channel_vector(self, name: Operand, width: int) -> bool:
+        """Say whether a value is one number per channel, computed from parameters alone."""
+        if not isinstance(name, str) or name not in self.constant:
+            return False
+        shape = self.ops[name].shape or ()
+        return bool(shape) and shape[-1] == width and all(d == 1 for d in shape[:-1]) and width > 1
+
+    def is_scalar(self, name: Operand) -> bool:
+        """Say whether an operand is one number for the whole tensor, known without the model's inputs."""
+        if not isinstance(name, str):
+            return isinstance(name, (int, float)) and not isinstance(name, bool)
+        return name in self.constant and all(d == 1 for d in self.ops[name].shape or ())

@@ -1,0 +1,38 @@
+"""Write files whole or not at all, where they may be written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from .diagnostics import LnrewriteError
+
+
+def check_output(path: str | os.PathLike[str], force: bool) -> Path:
+    """Return the output's path. Raises LnrewriteError LN025 where nothing could be written there."""
+    target = Path(path)
+    if target.is_dir():
+        raise LnrewriteError("LN025", str(path), "it is a folder", "name a file")
+    if target.exists() and not force:
+        raise LnrewriteError("LN025", str(path), "it exists", "choose another name or use --force")
+    if not target.absolute().parent.is_dir():
+        raise LnrewriteError("LN025", str(path), "its folder does not exist", "make the folder first")
+    if not os.access(target.absolute().parent, os.W_OK):
+        raise LnrewriteError("LN025", str(path), "its folder is not writable", "choose another folder")
+    return target
+
+
+def write_whole(target: Path, write: Callable[[str], None]) -> None:
+    """Write a file beside its place and move it there: whole or not at all, whatever interrupts."""
+    handle, temporary = tempfile.mkstemp(dir=target.absolute().parent, suffix=target.suffix)
+    os.close(handle)
+    try:
+        write(temporary)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except OSError as why:
+        raise LnrewriteError("LN025", str(target), str(why), "free some room or choose another folder") from why
+    finally:
+        Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,399 @@
+"""Run pipelines of passes: propose, check that nothing was skipped, apply, report.
+
+    canonicalize,place{to=peri norm=auto blocks=0-5;attention}
+
+A pass sees a `Stream` and a `Context` and returns a `Proposal`; what it is applied to is any `Model`. Nothing here
+knows torch or ONNX. `spelling.py` holds the text form of pipelines.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, Self, TypeVar
+
+from . import diagnostics
+from .diagnostics import LnrewriteError, Refused, UsageError
+from .plan import Exactness, Proposal, Refusal
+from .report import Expected, Report, Skipped, Step
+from .spelling import parse, spell
+from .stream import Block, Network, Stream, site_name
+
+PRESETS = {"exact": "canonicalize,fold-affine"}
+
+Batch = Mapping[str, Any] | Sequence[Any]
+"""One call's inputs: a mapping of keyword inputs, or a sequence of positional ones."""
+
+
+# ---- what a pass is, and what it sees ----
+
+
+class Pass(Protocol):
+    """Propose edits to one stream: a frozen dataclass whose fields are its options; it never mutates anything.
+
+    `name` is the kebab-case word in pipelines. `exactness` is what its edits claim, `needs_data` whether it looks at
+    samples; both are class variables, or properties where they depend on the options. A pass may add `needs_blocks`:
+    true refuses a model in which no block was found, with detection's reasons; without it such a model stays as it is.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def exactness(self) -> Exactness: ...
+    @property
+    def needs_data(self) -> bool: ...
+    def propose(self, stream: Stream, context: Context) -> Proposal:
+        """Return whole edits, refusals and sites not spoken of, which together name every site and block."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Samples:
+    """Hold what one block saw and did on the calibration data: numpy arrays [tokens, channels].
+
+    `state` is the trunk value that the block's skip starts from (for post-LN the trunk norm's output), `before` that
+    trunk norm's input where there is one, `read` what the readers see, `written` the branch before its out norm,
+    `branch` what is added, `total` the sum. All blocks of a stream hold the same tokens in the same rows.
+    """
+
+    state: Any
+    before: Any
+    read: Any
+    written: Any
+    branch: Any
+    total: Any
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Context:
+    """Give a pass what lies beyond its stream; everything is a question, nothing can be changed through it.
+
+    `samples()` runs the model on the calibration data, once, and returns block name -> `Samples`. `is_ones(param)` and
+    `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array. `seed` is for a pass that draws random numbers.
+    """
+
+    network: Network
+    samples: Callable[[], Mapping[str, Samples]]
+    is_ones: Callable[[str], bool]
+    is_zeros: Callable[[str], bool]
+    values: Callable[[str], Any]
+    seed: int = 0
+
+    def selected(self, expression: str | None) -> frozenset[str]:
+        """Return the names of the blocks that a `blocks=` option selects; None selects all."""
+        return select(self.network, expression)
+
+
+class Model(Protocol):
+    """Say what `Pipeline.run` needs of a program; the program is never changed, `apply` returns another one."""
+
+    @property
+    def network(self) -> Network: ...
+    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str) -> tuple[Self, int]:
+        """Carry the edits out on a copy; return it and the number of edits that were found applied."""
+        ...
+
+    def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
+        """Run the model on the batches and return what each block saw and did."""
+        ...
+
+    def synthetic(self, seed: int) -> Sequence[Batch]:
+        """Make up inputs that the model accepts."""
+        ...
+
+    def is_ones(self, param: str) -> bool: ...
+    def is_zeros(self, param: str) -> bool: ...
+    def values(self, param: str) -> Any: ...
+    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
+        """Compare `other`'s outputs with this model's: the `drift` object of the contract, but for `data`."""
+        ...
+
+
+M = TypeVar("M", bound=Model)
+
+
+# ---- pipelines ----
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Hold passes in order; `Pipeline.parse(text)` makes one, `str()` gives the text back.
+
+    >>> print(Pipeline.parse("canonicalize,fold-affine"))
+    canonicalize,fold-affine
+    """
+
+    passes: tuple[Pass, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Pipeline:
+        """Build the pipeline that `text` describes.
+
+        Raises UsageError: LN001 unknown pass, LN002 text (with the column), LN003 option.
+        """
+        return cls(tuple(parse(text)))
+
+    @classmethod
+    def preset(cls, name: str) -> Pipeline:
+        """Build the pipeline that a preset stands for. Raises UsageError LN001 for an unknown name."""
+        if name not in PRESETS:
+            diagnostics.unknown("LN001", "preset", name, PRESETS)
+        return cls.parse(PRESETS[name])
+
+    def __str__(self) -> str:
+        return ",".join(map(spell, self.passes))
+
+    def run(
+        self,
+        program: M,
+        calibrate: Iterable[Batch] | None = None,
+        partial: bool = False,
+        seed: int = 0,
+        *,
+        data: str | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> Result[M]:
+        """Run every pass on `program` and return the new program with a report; `program` itself stays as it is.
+
+        `calibrate` is an iterable of inputs (dicts of keyword inputs, or tuples); the first three quarters fit, the
+        rest measure the drift; None makes inputs up and says so. `data` is what the report calls them. With `partial`,
+        sites that cannot be edited are listed; else the first pass that refuses raises `Refused`.
+        """
+        say = progress or (lambda message: None)
+        feed = _Feed(program, calibrate, seed, data)
+        current, done = program, list[_Done]()
+        for index, item in enumerate(self.passes):
+            say(f"{index + 1}/{len(self.passes)} {spell(item)}")
+            current, step = _step(item, current, feed, partial, seed)
+            done.append(step)
+        exactness = max((d.exactness for d in done if d.step.edits), default=Exactness.STRUCTURAL)
+        drift = None
+        if exactness >= Exactness.CALIBRATED:
+            say("measuring the drift")
+            drift = feed.drift(program, current)
+        return Result(current, self._report(program.network, current.network, exactness, done, drift, feed))
+
+    def _report(
+        self,
+        before: Network,
+        after: Network,
+        exactness: Exactness,
+        done: Sequence[_Done],
+        drift: dict[str, Any] | None,
+        feed: _Feed,
+    ) -> Report:
+        return Report(
+            pipeline=str(self),
+            exactness=exactness,
+            steps=tuple(d.step for d in done),
+            placement_before=before.placement,
+            placement_after=after.placement,
+            drift=drift,
+            refusals=tuple(r for d in done for r in d.refusals),
+            not_applicable=tuple(row for d in done for row in d.skipped),
+            sites=tuple(row for d in done for row in d.expected),
+            notes=(*_blind(before), *feed.notes(drift)),
+        )
+
+
+@dataclass(frozen=True)
+class Result(Generic[M]):
+    """Hold what a run gave: the rewritten `program`, and the `report` of what was done (it prints itself)."""
+
+    program: M
+    report: Report
+
+
+# ---- selections of blocks ----
+
+
+def select(network: Network, expression: str | None) -> frozenset[str]:
+    """Return the names of the blocks that an expression selects: the union of its terms, which `;` joins.
+
+    A term is an index over all blocks in execution order (3), a range (0-5, both ends included), a share from either
+    end (first:2, last:25%, rounded up), a kind (attention, mlp) or a glob over names. None selects every block.
+    Raises UsageError LN004 for a term that is no term or names no block.
+    """
+    if expression is None:
+        return frozenset(block.name for block in network.blocks)
+    found: set[str] = set()
+    for term in expression.split(";"):
+        names = _term(network.blocks, term.strip())
+        if not names:
+            every = [block.name for block in network.blocks]
+            why = f"it names none of the {len(every)} blocks"
+            raise UsageError("LN004", f"block selection {term!r}", why, diagnostics.did_you_mean(term, every))
+        found |= names
+    return frozenset(found)
+
+
+def _term(blocks: Sequence[Block], term: str) -> set[str]:
+    """Return the names that one term selects."""
+    names = [block.name for block in blocks]
+    if term in ("attention", "mlp"):
+        kinds = ("mlp", "moe") if term == "mlp" else ("attention",)
+        return {block.name for block in blocks if block.kind in kinds}
+    if span := re.fullmatch(r"(\d+)(?:-(\d+))?", term):
+        return set(names[int(span[1]) : int(span[2] or span[1]) + 1])
+    if term.startswith(("first:", "last:")):
+        end, _, share = term.partition(":")
+        count = _count(term, share, len(names))
+        return set(names[:count] if end == "first" else names[len(names) - count :])
+    return {name for name in names if fnmatch.fnmatchcase(name, term)}
+
+
+def _count(term: str, share: str, total: int) -> int:
+    """Read `2` or `25%` of `total` blocks, rounded up."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%|(\d+)", share)
+    if not found:
+        why, remedy = "expected a count or a share", "write first:2 or last:25%"
+        raise UsageError("LN004", f"block selection {term!r}", why, remedy)
+    return min(total, math.ceil(total * float(found[1]) / 100) if found[1] else int(found[2]))
+
+
+# ---- the run ----
+
+
+@dataclass(frozen=True)
+class _Done:
+    """Collect what one pass did."""
+
+    step: Step
+    exactness: Exactness
+    refusals: tuple[Refusal, ...]
+    skipped: tuple[Skipped, ...]
+    expected: tuple[Expected, ...]
+
+
+@dataclass
+class _Feed:
+    """Hold the calibration data, read when first asked for, in two parts: one to fit on, one to measure with."""
+
+    program: Model
+    given: Iterable[Batch] | None
+    seed: int
+    name: str | None
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """Read the data once, and refuse what cannot be inputs."""
+        if self.given is None:
+            return list(self.program.synthetic(self.seed))
+        if isinstance(self.given, Mapping):
+            self._refuse("this is one batch, not an iterable of batches")
+        batches = list(self.given)
+        if not batches:
+            self._refuse("it holds no batch")
+        for batch in batches:
+            if not isinstance(batch, (Mapping, tuple, list)):
+                self._refuse(f"a batch is a {type(batch).__name__}")
+        return batches
+
+    def _refuse(self, why: str) -> NoReturn:
+        what = f"calibration data {self.name}" if self.name else "calibration data"
+        raise LnrewriteError("LN022", what, why, "give a list of dicts of keyword inputs, or of tuples")
+
+    @property
+    def fit(self) -> list[Batch]:
+        """Return the batches to fit on: the first three quarters, or the only one."""
+        return self.batches[: max(1, len(self.batches) * 3 // 4)]
+
+    def drift(self, before: M, after: M) -> dict[str, Any]:
+        """Measure how far the outputs moved, on batches that nothing was fitted on where there are such."""
+        rest = self.batches[len(self.fit) :]
+        name = "synthetic" if self.given is None else self.name or "given"
+        figures = before.drift(after, rest or self.batches, bool(rest))
+        return {"data": name} | figures | {"data": name, "held_out": bool(rest)}
+
+    def notes(self, drift: dict[str, Any] | None) -> tuple[str, ...]:
+        """Say in plain words what the figures of this run rest on."""
+        notes = []
+        if self.given is None and "batches" in vars(self):
+            notes.append(
+                "no calibration data were given, so gains and drift rest on synthetic inputs and may be far from "
+                "what real inputs give; give real ones with --calibrate DATA (calibrate=...)"
+            )
+        if drift and not drift["held_out"]:
+            notes.append("there was one batch only, so the drift was measured on the data of the fit; give two or more")
+        return tuple(notes)
+
+
+def _step(item: Pass, current: M, feed: _Feed, partial: bool, seed: int) -> tuple[M, _Done]:
+    """Run one pass over every stream of the current program."""
+    started = time.perf_counter()
+    text = spell(item)
+    network = current.network
+    context = Context(network, _sampler(item, current, feed), current.is_ones, current.is_zeros, current.values, seed)
+    proposals = []
+    for stream in network.streams:
+        proposal = item.propose(stream, context)
+        _check(text, stream, proposal)
+        proposals.append((stream, proposal))
+    refusals = tuple(r for _, p in proposals for r in p.refusals) or _unseen(item, network)
+    if refusals and not partial:
+        raise Refused(refusals)
+    wanted = [(s, p) for s, p in proposals if p.edits and all(r.site != s.name for r in p.refusals)]
+    count = 0
+    if wanted:
+        current, count = current.apply(wanted, text)
+    skipped = tuple(Skipped(item.name, site, why) for _, p in proposals for site, why in p.not_applicable)
+    expected = tuple(
+        Expected(e.target, e.expected, e.note)
+        for _, p in wanted
+        for e in p.edits
+        if e.expected is not None or e.note
+    )
+    step = Step(text, count, len(refusals), time.perf_counter() - started)
+    return current, _Done(step, item.exactness, refusals, skipped, expected)
+
+
+def _sampler(item: Pass, current: Model, feed: _Feed) -> Callable[[], Mapping[str, Samples]]:
+    """Return the `samples` of one pass's context: the model runs on the data at most once."""
+    memory: list[Mapping[str, Samples]] = []
+
+    def samples() -> Mapping[str, Samples]:
+        if not item.needs_data:
+            raise RuntimeError(f"{item.name} asks for samples but says that it needs no data")
+        if not memory:
+            memory.append(current.samples(feed.fit))
+        return memory[0]
+
+    return samples
+
+
+def _unseen(item: Pass, network: Network) -> tuple[Refusal, ...]:
+    """Return detection's own refusals where it found no block and the pass cannot do without one."""
+    if network.blocks or not getattr(item, "needs_blocks", False):
+        return ()
+    return tuple(r for r in network.refusals if isinstance(r, Refusal))
+
+
+def _blind(network: Network) -> tuple[str, ...]:
+    """Say that there was nothing to work on, and why."""
+    if network.blocks:
+        return ()
+    return (f"no residual block was found{''.join(f'; {reason}' for reason in network.refusals[:3])}",)
+
+
+def _check(text: str, stream: Stream, proposal: Proposal) -> None:
+    """Raise RuntimeError where a proposal skips a site silently, or edits what is not there: a fault of the pass."""
+    ends = {f"{stream.name}.embedding": stream.embedding, f"{stream.name}.final": stream.final}
+    sites = {block.name: {site_name(block, site) for site in block.sites} for block in stream.blocks}
+    targets = {edit.target for edit in proposal.edits}
+    if strange := sorted(targets - ends.keys() - sites.keys()):
+        raise RuntimeError(f"{text} edits {strange[0]!r}, which is no block and no end of stream {stream.name!r}")
+    named = targets | {r.site for r in proposal.refusals} | {site for site, _ in proposal.not_applicable}
+    if stream.name in named:
+        return
+    for name, held in sites.items():
+        if name not in named and not (held and held <= named):
+            silent = min(held - named, default=name)
+            raise RuntimeError(f"{text} says nothing of {silent!r}: a site is edited, refused or not applicable")
+    for end, site in ends.items():
+        if site and end not in named:
+            raise RuntimeError(f"{text} says nothing of {end!r}: a site is edited, refused or not applicable")

@@ -1,0 +1,262 @@
+"""A captured model with its picture: load or capture it, look at it, run a pipeline on it, save it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from . import calibration, text
+from .backends.capture import Capture, capture_module, export_again, from_program
+from .backends.captured import CapturedModule, with_plain_outputs
+from .backends.lift import lift
+from .backends.surgery import Surgery
+from .detect.blocks import detect
+from .diagnostics import LnrewriteError
+from .inspecting import describe
+from .opgraph import OpGraph
+from .output import check_output, write_whole
+from .pipeline import Batch, Pipeline, Samples
+from .plan import Proposal
+from .stream import Network, Stream
+from .verifying import drift
+
+
+class Program:
+    """Hold a captured model: its graph with parameters, example inputs, and the picture that detection makes of it.
+
+    Made by `lnrewrite.load` and `lnrewrite.capture`; passes never change it, they give a new one.
+    """
+
+    def __init__(self, capture: Capture, *, format: str = "module", tokenizer: str | None = None) -> None:
+        self._capture = capture
+        self.format, self.tokenizer = format, tokenizer
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a user should know about the capture."""
+        return self._capture.notes
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """Return the neutral view of the model's graph."""
+        return lift(self._capture.module)
+
+    @cached_property
+    def network(self) -> Network:
+        """Return what detection sees in the model."""
+        return detect(self.graph)
+
+    @property
+    def stream(self) -> Picture:
+        """Return the text form of the picture; a notebook shows it as a table."""
+        return Picture(text.render(self.network))
+
+    def inspect(self) -> dict[str, Any]:
+        """Return the object of `lnrewrite inspect --json`: streams, blocks, placements, norms, refusals."""
+        return describe(self.network, self.format, self.is_ones, self.is_zeros, self.notes)
+
+    def module(self) -> CapturedModule:
+        """Return the model as a trainable nn.Module, the same object at each call, called as the original was."""
+        return self._capture.module
+
+    def example_inputs(self) -> dict[str, Any]:
+        """Return the inputs that the model was captured with, by name."""
+        s = self._capture.module.signature
+        return {**dict(zip(s.positional, self._capture.args, strict=True)), **self._capture.kwargs}
+
+    def dynamic_axes(self) -> dict[str, dict[int, str]]:
+        """Return, for each input, its dynamic axes and the names of their sizes."""
+        nodes = [n for n in self._capture.module.graph.nodes if n.op == "placeholder"]
+        shapes = [n.meta["val"].shape for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        axes = [{i: str(d) for i, d in enumerate(shape) if not isinstance(d, int)} for shape in shapes]
+        return dict(zip(self.example_inputs(), axes, strict=False))
+
+    def is_ones(self, param: str) -> bool:
+        """Say whether every value of a parameter is one (unknown values are not)."""
+        return self._all(param, 1.0)
+
+    def is_zeros(self, param: str) -> bool:
+        """Say whether every value of a parameter is zero (unknown values are not)."""
+        return self._all(param, 0.0)
+
+    def _all(self, param: str, number: float) -> bool:
+        tensor = self._tensor(param)
+        return tensor is not None and not tensor.is_meta and bool((tensor == number).all())
+
+    def _tensor(self, name: str) -> torch.Tensor | None:
+        path, _, leaf = name.rpartition(".")
+        try:
+            found = getattr(self._capture.module.get_submodule(path), leaf)
+        except AttributeError:
+            return None
+        return found if isinstance(found, torch.Tensor) else None
+
+    def values(self, param: str) -> Any:
+        """Return a parameter's values as a float64 numpy array."""
+        tensor = self._tensor(param)
+        if tensor is None:
+            raise LnrewriteError("LN301", param, "the model has no such parameter", "report this with the model")
+        return tensor.detach().double().cpu().numpy()
+
+    def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
+        """Run the model on the batches and return what each block saw and did, [tokens, width] each."""
+        return calibration.collect(self._capture.module, self.graph, self.network, batches)
+
+    def synthetic(self, seed: int) -> Sequence[Batch]:
+        """Make up eight batches of inputs like the example inputs."""
+        from .data import synthetic
+
+        example = {k: v for k, v in self.example_inputs().items() if isinstance(v, torch.Tensor)}
+        return list(synthetic(example, self.id_limits(), batches=8, seed=seed))
+
+    def id_limits(self) -> dict[str, int]:
+        """Return how many rows the table has that each integer input looks up."""
+        limits: dict[str, int] = {}
+        for op in self.graph:
+            if op.kind == "embedding" and len(op.data) > 1 and self.graph[op.data[1]].kind == "input":
+                limits[op.data[1]] = self.graph.width(op.data[0], 0)
+        return limits
+
+    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
+        """Compare another program's outputs with this one's on the batches."""
+        return drift(self.module(), other.module(), batches, held_out)
+
+    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str) -> tuple[Self, int]:
+        """Carry edits out on a copy; return it and how many edits left a trace in its picture, graph or parameters."""
+        module = copy.deepcopy(self._capture.module)
+        vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
+        surgery = Surgery(module, self.graph, vectors)
+        used = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
+        count = 0
+        for stream, proposal in edits:
+            for edit in proposal.edits:
+                surgery.apply(stream, edit, label)
+                count += 1
+        surgery.finish(used)
+        c = self._capture
+        capture = Capture(module, c.args, c.kwargs, c.notes, c.dynamic)
+        return type(self)(capture, format=self.format, tokenizer=self.tokenizer), count
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
+        """Write the model as a torch.export archive (.pt2) that loads with torch alone; whole or not at all.
+
+        Library output classes become plain dicts of the same keys. Raises LnrewriteError LN025 where it cannot be
+        written, or exists and `force` is false.
+        """
+        target = check_output(path, force)
+        module = with_plain_outputs(copy.deepcopy(self._capture.module).eval())
+        program = export_again(module, self._capture.args, self._capture.kwargs)
+        write_whole(target, lambda temporary: torch.export.save(program, temporary))
+
+
+class Picture(str):
+    """Show the text form of a network; a notebook gets it preformatted."""
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self)}</pre>"
+
+
+def capture(
+    module: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Program:
+    """Capture a live module, or an earlier `program.module()`, with example inputs.
+
+    dynamic_shapes as torch.export takes it; None: batch and sequence stay dynamic where a run at a second size agrees.
+    Raises LnrewriteError LN023 where the module cannot be exported, LN024 where a parameter is NaN or infinite.
+    """
+    if not isinstance(module, nn.Module):
+        why = f"a {type(module).__name__} was given"
+        raise LnrewriteError("LN011", "capture", why, "give a torch.nn.Module; use lnrewrite.load for files")
+    check_finite(module)
+    return Program(capture_module(module, args, kwargs, dynamic_shapes))
+
+
+def check_finite(module: nn.Module) -> None:
+    """Raise LnrewriteError LN024 where a floating point parameter holds NaN or infinite values."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and not parameter.is_meta and not torch.isfinite(parameter).all():
+            raise LnrewriteError("LN024", name, "it holds NaN or infinite values", "repair or re-download the weights")
+
+
+def load(
+    model: str,
+    *,
+    factory: str | Callable[[], nn.Module] | None = None,
+    trust_pickle: bool = False,
+    trust_remote_code: bool = False,
+    inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Program:
+    """Open and capture any MODEL of the command line: a file, a folder, `pkg.module:callable` or `demo:NAME`.
+
+    inputs: example inputs by name or position, or `--input` specifications (strings); inferred where that is possible.
+    Raises LnrewriteError with a code that says what the model is and why it was not opened.
+    """
+    from .inputs import Inputs, infer_inputs, parse_inputs, vocabulary_of
+    from .open import open_module
+
+    opened = open_module(model, factory=factory, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
+    if opened.program is not None:
+        taken = from_program(opened.program)
+        check_finite(taken.module)
+        return Program(taken, format=opened.kind)
+    module = opened.module
+    assert module is not None
+    check_finite(module)
+    module.to(device)
+    specified = isinstance(inputs, (list, tuple)) and bool(inputs) and all(isinstance(i, str) for i in inputs)
+    if specified:
+        given: Any = parse_inputs(list(inputs or ()), seed=seed, vocabulary=vocabulary_of(module))
+    else:
+        given = inputs or opened.inputs or infer_inputs(module, seed)
+    if not isinstance(given, Inputs):
+        given = Inputs((), dict(given)) if isinstance(given, Mapping) else Inputs(tuple(given))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (given.args, dict(given.kwargs)))
+    dynamic = {n: {a: Dim.AUTO for a in given.dynamic.get(n, {})} or None for n in kwargs} if specified else None
+    taken = capture_module(module, args, kwargs, dynamic)
+    program = Program(replace(taken, notes=(*opened.notes, *taken.notes)), format=opened.kind, tokenizer=opened.tokenizer)
+    free = program.dynamic_axes()
+    for name, axes in given.dynamic.items():
+        for axis, dimension in axes.items():
+            if name in kwargs and axis not in free.get(name, {}):
+                why = f"the model fixes dimension {dimension} of {name} at {kwargs[name].shape[axis]}"
+                raise LnrewriteError("LN023", model, why, "give that dimension as a number")
+    return program
+
+
+def convert(
+    module: nn.Module,
+    to: str,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    calibrate: Iterable[Batch] | None = None,
+    norm: str = "auto",
+    blocks: str | None = None,
+    partial: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """Convert a live module to another placement: nn.Module in, nn.Module out, the original untouched.
+
+    to: pre, post, peri, output or none. norm: auto, layer or rms for inserted norms. calibrate: batches (dicts of
+    keyword inputs or tuples); None uses synthetic inputs. Raises Refused where a block cannot be converted.
+    """
+    options = f"to={to} norm={norm}" + (f" blocks={blocks}" if blocks else "")
+    pipeline = Pipeline.parse(f"place{{{options}}}")
+    return pipeline.run(capture(module, args, kwargs), calibrate, partial, seed).program.module()
+

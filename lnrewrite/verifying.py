@@ -1,0 +1,200 @@
+"""Compare two models by running both: the judge of every rewrite's claim, and the measure of a calibrated one's drift."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .backends.capture import evaluating, quiet
+from .diagnostics import LnrewriteError, UsageError, did_you_mean
+from .pipeline import Batch
+from .plan import Exactness
+
+TOLERANCE = {
+    Exactness.STRUCTURAL: 0.0,
+    Exactness.ALGEBRAIC: 1e-7,
+    Exactness.ASYMPTOTIC: 1e-3,
+    Exactness.CALIBRATED: 0.5,
+    Exactness.LEARNED: 1.0,
+}
+"""The largest relative error, in float64, that a rewrite of each class may show; `verify` takes a number instead too."""
+
+
+class Float64(torch.overrides.TorchFunctionMode):
+    """Let casts to lower precision inside a model go to float64 instead: libraries cast inside norms and softmax."""
+
+    LOW = (torch.float32, torch.float16, torch.bfloat16)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            func = torch.Tensor.double
+
+        def up(value: Any) -> Any:
+            return torch.float64 if any(value is low for low in self.LOW) else value
+
+        return func(*map(up, args), **{k: up(v) for k, v in (kwargs or {}).items()})
+
+
+def verify(
+    a: Any, b: Any, *, tolerance: str | float | None = None, seed: int = 0, inputs: Sequence[Batch] | None = None
+) -> dict[str, Any]:
+    """Run two models on the same inputs in float64, at two batch sizes and lengths, and compare what they give.
+
+    a, b: programs or modules (a module needs `inputs`: batches of keyword inputs). tolerance: an exactness class or a
+    relative error; None means algebraic. Returns the object of `verify --json`: verdict `equal` (bit by bit),
+    `within` (the tolerance) or `different`, max_abs, max_rel (max |a - b| / max |a|), cosine, shapes_tried, dtype.
+    Raises LnrewriteError LN402 where the two cannot be compared.
+    """
+    bound = check_tolerance(tolerance)
+    batches = list(inputs) if inputs is not None else _batches(a, seed)
+    first, second = _double(a), _double(b)
+    worst, scale, dots, shapes = 0.0, 0.0, [0.0, 0.0, 0.0], []
+    for batch in batches:
+        one, two = _outputs(first, batch, "the reference"), _outputs(second, batch, "the candidate")
+        if len(one) != len(two) or any(x.shape != y.shape for x, y in zip(one, two, strict=True)):
+            raise _incomparable(f"outputs {_shapes(one)} and {_shapes(two)}")
+        shapes.append(list(next(t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)).shape))
+        for x, y in zip(one, two, strict=True):
+            if not (torch.isfinite(x) == torch.isfinite(y)).all():
+                worst = float("inf")
+            x, y = torch.nan_to_num(x.double()), torch.nan_to_num(y.double())
+            worst = max(worst, (x - y).abs().max().item() if x.numel() else 0.0)
+            scale = max(scale, x.abs().max().item() if x.numel() else 0.0)
+            dots = [d + v.sum().item() for d, v in zip(dots, (x * y, x * x, y * y), strict=True)]
+    relative = worst / scale if scale else worst
+    verdict = "equal" if worst == 0 else "within" if relative <= bound else "different"
+    norm = (dots[1] * dots[2]) ** 0.5
+    return {
+        "verdict": verdict,
+        "max_abs": worst,
+        "max_rel": relative,
+        "cosine": dots[0] / norm if norm else 1.0,
+        "shapes_tried": shapes,
+        "dtype": "float64",
+    }
+
+
+def check_tolerance(tolerance: str | float | None) -> float:
+    """Return the relative error that a tolerance allows. Raises UsageError LN003 for a word that is no class."""
+    if tolerance is None:
+        return TOLERANCE[Exactness.ALGEBRAIC]
+    try:
+        return float(tolerance)
+    except ValueError:
+        known = {str(e): t for e, t in TOLERANCE.items()}
+        if tolerance not in known:
+            why = "it is neither a number nor an exactness class"
+            raise UsageError("LN003", f"tolerance {tolerance!r}", why, did_you_mean(str(tolerance), known)) from None
+        return known[str(tolerance)]
+
+
+def _incomparable(why: str) -> LnrewriteError:
+    return LnrewriteError("LN402", "verify", f"the models cannot be compared: {why}", "give models with the same inputs")
+
+
+def _batches(program: Any, seed: int) -> list[Batch]:
+    """Return made-up inputs at the program's own size and, where it is dynamic, at a second one."""
+    if not hasattr(program, "synthetic"):
+        raise _incomparable("a bare module says nothing of its inputs; give inputs=[...]")
+    batches = list(program.synthetic(seed))[:2]
+    return [*batches[:1], *(_smaller(program, b) for b in batches[1:])]
+
+
+def _smaller(program: Any, batch: Batch) -> Batch:
+    """Cut a batch to one row less and one token less along the axes that are dynamic."""
+    nodes = {n.name: n.meta.get("val") for n in program.module().graph.nodes if n.op == "placeholder"}
+    if not isinstance(batch, Mapping):
+        return batch
+    cut = {}
+    for name, value in batch.items():
+        like = nodes.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
+            for axis, d in enumerate(like.shape):
+                if not isinstance(d, int) and value.shape[axis] > 2:
+                    value = value.narrow(axis, 0, value.shape[axis] - 1)
+        cut[name] = value
+    return cut
+
+
+def _double(model: Any) -> torch.nn.Module:
+    module = model.module() if hasattr(model, "inspect") else model
+    module = copy.deepcopy(module).double().eval()
+    for node in getattr(getattr(module, "graph", None), "nodes", []):
+        node.kwargs = {k: torch.float64 if any(v is low for low in Float64.LOW) else v for k, v in node.kwargs.items()}
+        node.args = tuple(torch.float64 if any(v is low for low in Float64.LOW) else v for v in node.args)
+    if hasattr(module, "recompile"):
+        module.recompile()
+    return module
+
+
+def _outputs(module: torch.nn.Module, batch: Batch, who: str) -> list[torch.Tensor]:
+    def up(t: torch.Tensor) -> torch.Tensor:
+        return t.double() if t.is_floating_point() else t
+
+    batch = pytree.tree_map_only(torch.Tensor, up, batch)
+    try:
+        with quiet(), Float64():
+            out = module(**batch) if isinstance(batch, Mapping) else module(*batch)
+    except (TypeError, RuntimeError, AssertionError, ValueError) as why:
+        raise _incomparable(f"{who} does not run on the inputs ({why})") from why
+    return [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join(str(list(t.shape)) for t in tensors) or "none"
+
+
+@contextmanager
+def _running(*modules: torch.nn.Module) -> Any:
+    with evaluating(modules[0]), evaluating(modules[-1]), quiet():
+        yield
+
+
+def drift(a: torch.nn.Module, b: torch.nn.Module, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
+    """Measure how far b's outputs are from a's on the batches: the `drift` object of a report, but for `data`.
+
+    relative_error = |a - b| / |a| and cosine over all floating point outputs together; for logits also kl (nats per
+    row, a against b) and top1_agreement, else null.
+    """
+    sums = torch.zeros(4, dtype=torch.float64)
+    kl, agree, rows = 0.0, 0, 0
+    with _running(a, b):
+        for batch in batches:
+            one = a(**batch) if isinstance(batch, Mapping) else a(*batch)
+            two = b(**batch) if isinstance(batch, Mapping) else b(*batch)
+            for x, y in zip(_floats(one), _floats(two), strict=True):
+                sums += torch.stack([((x - y) ** 2).sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()])
+            p, q = logits(one), logits(two)
+            if p is not None and q is not None:
+                p, q = p.double().flatten(0, -2), q.double().flatten(0, -2)
+                lp, lq = p.log_softmax(-1), q.log_softmax(-1)
+                kl += (lp.exp() * (lp - lq)).sum().item()
+                agree += int((p.argmax(-1) == q.argmax(-1)).sum())
+                rows += len(p)
+    difference, aa, ab, bb = sums.tolist()
+    return {
+        "held_out": held_out,
+        "samples": len(batches),
+        "relative_error": (difference / aa) ** 0.5 if aa else None,
+        "cosine": ab / (aa * bb) ** 0.5 if aa and bb else None,
+        "kl": kl / rows if rows else None,
+        "top1_agreement": agree / rows if rows else None,
+    }
+
+
+def _floats(out: Any) -> list[torch.Tensor]:
+    return [t.double() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def logits(out: Any) -> torch.Tensor | None:
+    """Return a model's logits [..., classes]: the output of that name, or its only tensor where that is 3-dimensional."""
+    named = out.get("logits") if hasattr(out, "get") else getattr(out, "logits", None)
+    if isinstance(named, torch.Tensor) and named.dim() >= 2:
+        return named
+    tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+    return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 3 else None

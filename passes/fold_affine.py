@@ -1,0 +1,113 @@
+"""Fold the gain and bias of reading norms into the linears that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from lnrewrite.plan import Edit, Exactness, FoldReader, Gain, Operation, Proposal, Refusal, SetNorm
+from lnrewrite.stream import Kind, Site, Stream, Where
+
+if TYPE_CHECKING:
+    from lnrewrite.pipeline import Context
+
+_CARRIED = {
+    Where.EMBEDDING: "the skip carries the norm's gain, so that its readers cannot take it over",
+    Where.POST: "the skip carries the norm's gain, so that its readers cannot take it over",
+    Where.OUT: "an add follows the gain, not a linear map",
+}
+
+
+@dataclass(frozen=True)
+class FoldAffine:
+    """Fold the gain and bias of reading norms into all the linears that read them.
+
+    A bare norm is what other rewrites need (rotations, norm of norm, dropping a norm), and one multiply less to run.
+    With u the normalised value and W's columns over the channels, every reader of gamma * u + beta becomes
+
+        W (gamma * u + beta) + c  =  (W diag(gamma)) u + (c + W beta)
+
+    which holds over the reals whatever the norm is, eps included. In norms fold, and inner norms whose consumers are
+    all linear (Sub-LN); `final` folds the final norm into the head too. Before::
+
+        stream toy width=8
+          block h.0 attention pre
+            in     layer(eps=1e-05 gamma=@ln.weight beta=@ln.bias) -> @q.weight:1+@q.bias @k.weight:1
+            writes @o.weight:0
+
+    After::
+
+        stream toy width=8
+          block h.0 attention pre
+            in     layer(eps=1e-05) -> @q.weight:1+@q.bias @k.weight:1+@k.bias
+            writes @o.weight:0
+
+    Refuses a norm whose gain is computed (LN105), one that something else than linears reads (LN101), a reader that
+    is used elsewhere too (LN102), and a bias that a reader has no place for (LN103). Embedding, trunk and output
+    gains are not addressed: no linear stands alone behind them.
+
+    Source: `fold_ln` of TransformerLens, `fuse_ln_linear` of SliceGPT (arXiv 2401.15024) and QuaRot (2404.00456).
+    """
+
+    name: ClassVar[str] = "fold-affine"
+    exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
+    needs_data: ClassVar[bool] = False
+
+    final: bool = False
+
+    def propose(self, stream: Stream, context: Context) -> Proposal:
+        """Propose one edit for each norm: its affine goes, and every reader takes it over."""
+        edits: list[Edit] = []
+        refusals: list[Refusal] = []
+        skipped = [(b.name, "the block holds no norm") for b in stream.blocks if not b.sites]
+        folded: set[Site] = set()
+        seen: set[tuple[str, Where]] = set()
+        for name, site in stream.sites():
+            target = name if site.where in (Where.EMBEDDING, Where.FINAL) else name.rpartition(".")[0]
+            if why := self._not_addressed(site):
+                skipped.append((name, why))
+            elif (target, site.where) in seen:
+                skipped.append((name, f"an edit can name a block's first {site.where} norm only"))
+            elif blocked := next(_blocked(name, site), None):
+                refusals.append(blocked)
+            else:  # parallel blocks may hold one norm: its readers are folded with the first, its affine goes from each
+                bare = replace(site.norm, gamma=None, beta=None, plus_one=False)
+                edits.append(Edit(target, (*(() if site in folded else _folds(site)), SetNorm(site.where, bare))))
+                folded.add(site)
+            seen.add((target, site.where))
+        return Proposal(tuple(edits), tuple(refusals), tuple(skipped))
+
+    def _not_addressed(self, site: Site) -> str:
+        """Say why the identity does not speak of a site; empty where it does."""
+        if site.norm.gamma is None and site.norm.beta is None:
+            return "nothing to fold"
+        if site.norm.kind not in (Kind.LAYER, Kind.RMS):
+            return f"the pass is defined for layer and rms norms, not for {site.norm.kind}"
+        if site.where is Where.INNER and (site.taps or not site.readers):
+            return "it is inside the branch and its consumers are not all linear"
+        if site.where is Where.FINAL and not self.final:
+            return "the final norm is folded with final=true only"
+        return _CARRIED.get(site.where, "")
+
+
+def _folds(site: Site) -> tuple[Operation, ...]:
+    scale = Gain(site.norm.gamma, site.norm.plus_one) if site.norm.gamma is not None else None
+    shift = Gain(site.norm.beta) if site.norm.beta is not None else None
+    return tuple(FoldReader(reader, scale, shift) for reader in dict.fromkeys(site.readers))
+
+
+def _blocked(name: str, site: Site) -> Iterator[Refusal]:
+    """Yield what stands in the way of folding, most telling first."""
+    if site.norm.computed:
+        yield Refusal("LN105", name, f"its gain is computed by {site.norm.gamma}", "store the gain as a parameter")
+    if site.taps or not site.readers:
+        what = f"{site.taps[0]} reads it too" if site.taps else "no linear map reads it"
+        yield Refusal("LN101", name, f"{what}, so that the gain cannot go", "leave this norm its gain and bias")
+    for reader in site.readers:
+        if reader.shared:
+            yield Refusal("LN102", name, f"{reader.param} is used elsewhere too", "untie it before folding")
+        if not reader.exact and site.norm.beta is not None:
+            yield Refusal(
+                "LN103", name, f"{reader.param} has no place for a shift", "leave this norm its gain and bias"
+            )

@@ -1,0 +1,23 @@
+"""Options and profiles that all tests share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("same", deadline=None, derandomize=True)  # one run, one result
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --update-goldens: write what the code gives into tests/streams instead of comparing."""
+    parser.addoption("--update-goldens", action="store_true", help="rewrite tests/streams/*.stream")
+
+
+@pytest.fixture
+def update_goldens(request: pytest.FixtureRequest) -> bool:
+    """Return whether golden files are to be written."""
+    return bool(request.config.getoption("--update-goldens"))

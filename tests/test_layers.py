@@ -1,0 +1,132 @@
+"""Imports go down only: the table in the package's docstring, checked on the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lnrewrite
+
+ROOT = Path(__file__).parent.parent
+PICTURE = {"stream", "text", "plan", "diagnostics", "report"}
+CORE = {"opgraph", "analysis", "pipeline", "spelling", "registry", "ref"}
+FOR_PASSES = {f"lnrewrite.{name}" for name in ("stream", "plan", "diagnostics", "pipeline", "fitting")}
+
+
+def sources(folder: str) -> list[Path]:
+    """Return the modules of a folder; the development link lnrewrite/passes is not followed."""
+    return [p for p in sorted((ROOT / folder).rglob("*.py")) if "passes" not in p.relative_to(ROOT / folder).parts]
+
+
+PACKAGE, PASSES = sources("lnrewrite"), sources("passes")
+
+
+def level(module: str) -> int:
+    """Return a module's row in the table, counted from the bottom."""
+    name = module.removeprefix("lnrewrite.").split(".")[0]
+    if name in PICTURE:
+        return 0
+    if name in CORE:
+        return 1
+    return {"detect": 2, "backends": 3, "cli": 5}.get(name, 4)
+
+
+def module_of(path: Path) -> str:
+    relative = path.relative_to(ROOT).with_suffix("")
+    parts = ("lnrewrite", *relative.parts) if relative.parts[0] == "passes" else relative.parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the absolute name of every module that a file imports, whether at its top or inside a function."""
+    module = module_of(path)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:
+                yield f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}") else base
+
+
+def is_module(name: str) -> bool:
+    """Say whether `from base import x` takes a module of ours."""
+    if not name.startswith("lnrewrite."):
+        return False
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def outside(path: Path) -> set[str]:
+    """Return the top-level packages that a file imports beyond the standard library and ourselves."""
+    return {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"lnrewrite"}
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=label)
+def test_imports_go_down(path: Path) -> None:
+    if path == ROOT / "lnrewrite" / "__init__.py":
+        return  # names modules of every layer, for type checkers only
+    own = level(module_of(path))
+    above = {name for name in imports(path) if name.startswith("lnrewrite.") and level(name) > own}
+    assert not above, f"{label(path)} imports from a higher layer: {sorted(above)}"
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=label)
+def test_what_each_layer_may_import(path: Path) -> None:
+    allowed = {0: set[str](), 1: {"networkx", "numpy"}, 2: {"networkx", "numpy"}}
+    own = level(module_of(path))
+    if path.name != "__init__.py" and own in allowed:
+        assert outside(path) <= allowed[own]
+
+
+@pytest.mark.parametrize("path", PASSES, ids=label)
+def test_passes_see_the_picture_only(path: Path) -> None:
+    ours = {name for name in imports(path) if name.split(".")[0] == "lnrewrite"}
+    assert ours <= FOR_PASSES
+    assert outside(path) <= {"numpy"}
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=label)
+def test_the_package_imports_no_pass_and_nothing_imports_the_cli(path: Path) -> None:
+    assert not {n for n in imports(path) if n.startswith(("lnrewrite.passes", "passes", "lnrewrite.cli"))}
+
+
+def test_passes_are_flat() -> None:
+    assert not [p for p in (ROOT / "passes").iterdir() if p.is_dir() and p.name != "__pycache__"]
+
+
+def test_no_module_is_named_like_a_public_function() -> None:
+    for name in lnrewrite.__all__:
+        assert not is_module(f"lnrewrite.{name}"), f"lnr.{name} would turn into the module on its second use"
+
+
+def test_public_names_are_documented() -> None:
+    public = {name for name in lnrewrite.__all__ if not name.startswith("__")}
+    assert public == set(lnrewrite._HOME)
+    assert all(is_module(f"lnrewrite.{home}") for home in lnrewrite._HOME.values())
+    for name in sorted(public):
+        assert getattr(lnrewrite, name).__doc__, f"lnr.{name} has no docstring"
+
+
+def test_the_package_says_what_it_does_not_have() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'verifi'"):
+        lnrewrite.verifi  # noqa: B018
+    assert set(lnrewrite.__all__) <= set(dir(lnrewrite))
+
+
+@pytest.mark.parametrize("module", ["lnrewrite", "lnrewrite.pipeline", "lnrewrite.registry", "lnrewrite.cli"])
+def test_heavy_packages_are_not_imported(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'onnx', 'numpy', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
