@@ -43,7 +43,12 @@ class Command(click.Command):
         except LnrewriteError as error:
             _fail(ctx, error.to_dict(), str(error), error.exit_code)
         except KeyboardInterrupt:
-            _fail(ctx, {"code": "interrupted", "what": self.name, "why": "Ctrl-C", "remedy": "start again"}, "interrupted", 130)
+            _fail(
+                ctx,
+                {"code": "interrupted", "what": self.name, "why": "Ctrl-C", "remedy": "start again"},
+                "interrupted",
+                130,
+            )
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
@@ -60,8 +65,7 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             known = [o for p in self.params for o in p.opts if o.startswith("--")]
             near = difflib.get_close_matches(error.option_name, known, 1)
-            error.possibilities = near
-            raise
+            raise click.NoSuchOption(error.option_name, possibilities=near, ctx=ctx) from None
 
 
 def _fail(ctx: click.Context, row: dict[str, Any], line: str, code: int) -> NoReturn:
@@ -83,8 +87,12 @@ def _options(*, model: bool = False, writes: bool = False) -> Callable[[Any], An
         ]
         if model:
             options += [
-                click.option("--input", "inputs", multiple=True, metavar="SPEC", help="name=dtype[d0,d1], or .npz/.pt."),
-                click.option("--factory", metavar="PKG.MODULE:CALLABLE", help="Builds the network that a weight file needs."),
+                click.option(
+                    "--input", "inputs", multiple=True, metavar="SPEC", help="name=dtype[d0,d1], or .npz/.pt."
+                ),
+                click.option(
+                    "--factory", metavar="PKG.MODULE:CALLABLE", help="Builds the network that a weight file needs."
+                ),
                 click.option("--trust-pickle", is_flag=True, help="Allow a file to run code while it is loaded."),
                 click.option("--trust-remote-code", is_flag=True, help="Allow a checkpoint folder's own Python code."),
                 click.option("--device", default="cpu", show_default=True, help="Where to run the model."),
@@ -92,7 +100,9 @@ def _options(*, model: bool = False, writes: bool = False) -> Callable[[Any], An
             ]
         if writes:
             options += [
-                click.option("--calibrate", metavar="DATA", help=".npz .npy .pt .safetensors .txt or pkg.module:iterable."),
+                click.option(
+                    "--calibrate", metavar="DATA", help=".npz .npy .pt .safetensors .txt or pkg.module:iterable."
+                ),
                 click.option("--partial", is_flag=True, help="Write what could be done; exit with 3 if not all."),
                 click.option("--force", is_flag=True, help="Overwrite OUT."),
             ]
@@ -198,7 +208,9 @@ def passes(name: str | None, as_json: bool, quiet: bool, verbose: bool) -> None:
     if as_json:
         click.echo(json.dumps({"passes": rows}))
     elif name:
-        click.echo(f"{rows[0]['name']} ({rows[0]['exactness']})\n\n{rows[0]['doc']}\n\noptions: {rows[0]['options'] or 'none'}")
+        click.echo(
+            f"{rows[0]['name']} ({rows[0]['exactness']})\n\n{rows[0]['doc']}\n\noptions: {rows[0]['options'] or 'none'}"
+        )
     else:
         for row in rows:
             click.echo(f"{row['name']:<22}{row['exactness']:<12}{row['does'][:66]}")
@@ -274,9 +286,8 @@ def _data(program: Program, calibrate: str | None, seed: int) -> list[Batch] | N
     limits = program.id_limits()
     bytes_in = len(limits) == 1 and set(limits.values()) == {256} and not program.tokenizer
     example = program.example_inputs()
-    return load_data(
-        calibrate, example, program.tokenizer, seed, dynamic=program.dynamic_axes(), byte_level=bytes_in, limit=64
-    )
+    axes = program.dynamic_axes()
+    return [*load_data(calibrate, example, program.tokenizer, seed, dynamic=axes, byte_level=bytes_in, limit=64)]
 
 
 @contextmanager

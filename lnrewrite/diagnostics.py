@@ -43,7 +43,10 @@ class Refused(LnrewriteError):
         first = rows[0]
         more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
         super().__init__(
-            first.code, first.site, first.why + more, f"{first.remedy}, or allow partial results (partial=True, --partial)"
+            first.code,
+            first.site,
+            first.why + more,
+            f"{first.remedy}, or allow partial results (partial=True, --partial)",
         )
 
 
@@ -95,74 +98,160 @@ def unknown(code: str, noun: str, word: str, known: Iterable[str]) -> NoReturn:
 
 
 # LN0xx: the command line, files and data
-page("LN001", "unknown name", "A pass, preset, code or command of that name does not exist. The message names the nearest.")
+page(
+    "LN001",
+    "unknown name",
+    "A pass, preset, code or command of that name does not exist. The message names the nearest.",
+)
 page("LN002", "pipeline text", "A pipeline is `pass{option=value other=value},pass,...`; the message gives the column.")
 page("LN003", "pass option", "The pass has no such option, misses one, or the value is of the wrong kind.")
-page("LN004", "block selection", """`--blocks` takes name globs, an index (3), a range (0-5), `first:25%`, `last:2`,
-     `attention` or `mlp`, joined by `;`. A selection that names no block is an error.""")
+page(
+    "LN004",
+    "block selection",
+    """`--blocks` takes name globs, an index (3), a range (0-5), `first:25%`, `last:2`,
+     `attention` or `mlp`, joined by `;`. A selection that names no block is an error.""",
+)
 page("LN010", "model not found", "There is no file, folder, demo or importable callable of that name.")
 page("LN011", "not a model", "The content is none of the forms that lnrewrite opens; `inspect --help` lists them.")
-page("LN012", "pickle refused", """Loading this file would run code that it names. lnrewrite reads pickles only with
-     --trust-pickle. Better: save a state dict as safetensors and give --factory, or torch.export.save the program.""")
-page("LN013", "factory needed", """The file holds weights without the network that they belong to. Give
-     `--factory pkg.module:callable` that returns the module; the weights are loaded into it.""")
-page("LN014", "TorchScript", """TorchScript graphs are recognised and not read. Go back to the Python module and give
-     it as `pkg.module:callable`, or save it with torch.export.save.""")
+page(
+    "LN012",
+    "pickle refused",
+    """Loading this file would run code that it names. lnrewrite reads pickles only with
+     --trust-pickle. Better: save a state dict as safetensors and give --factory, or torch.export.save the program.""",
+)
+page(
+    "LN013",
+    "factory needed",
+    """The file holds weights without the network that they belong to. Give
+     `--factory pkg.module:callable` that returns the module; the weights are loaded into it.""",
+)
+page(
+    "LN014",
+    "TorchScript",
+    """TorchScript graphs are recognised and not read. Go back to the Python module and give
+     it as `pkg.module:callable`, or save it with torch.export.save.""",
+)
 page("LN015", "damaged file", "The file starts like a model but cannot be read to its end; fetch or save it again.")
 page("LN016", "weights do not fit", "The factory's module and the file disagree on names or shapes.")
 page("LN017", "remote code refused", "This checkpoint brings Python code of its own; --trust-remote-code runs it.")
 page("LN018", "missing package", "Reading this form needs a package that is not installed.")
 page("LN019", "factory failed", "The callable could not be imported, raised, or did not return a torch.nn.Module.")
-page("LN020", "inputs needed", """The inputs could not be inferred. Give each as `--input name=dtype[d0,d1]` (a named
-     dimension stays dynamic) or as an .npz or .pt file.""")
+page(
+    "LN020",
+    "inputs needed",
+    """The inputs could not be inferred. Give each as `--input name=dtype[d0,d1]` (a named
+     dimension stays dynamic) or as an .npz or .pt file.""",
+)
 page("LN021", "input specification", "`--input` is `name=dtype[d0,d1,...]` or an .npz or .pt file of named arrays.")
-page("LN022", "calibration data", """DATA does not fit the model: wrong names, shapes or dtype, an unreadable file, or
-     text for a model that has no tokenizer.""")
-page("LN023", "not exportable", """torch.export could not capture the module; the message says why. Usual cures: pass
-     use_cache=False, fix data-dependent control flow, give inputs that take the path that you mean.""")
+page(
+    "LN022",
+    "calibration data",
+    """DATA does not fit the model: wrong names, shapes or dtype, an unreadable file, or
+     text for a model that has no tokenizer.""",
+)
+page(
+    "LN023",
+    "not exportable",
+    """torch.export could not capture the module; the message says why. Usual cures: pass
+     use_cache=False, fix data-dependent control flow, give inputs that take the path that you mean.""",
+)
 page("LN024", "bad weights", "A parameter holds NaN or infinite values, so nothing computed from it can be trusted.")
 page("LN025", "output path", "The output exists (use --force), its folder does not, or it cannot be written.")
 page("LN026", "non-finite activations", "Running the model on the calibration data gave NaN or infinite values.")
 # LN1xx: a pass addresses a site and something blocks it
-page("LN101", "consumer is not linear", """A norm's gain and bias can be folded only if *every* consumer of its output is
-     a linear map. One here is not: the norm keeps its affine.""")
-page("LN102", "shared parameter", """The parameter is used in several places (tied weights, a block applied several
-     times), so that an edit for one use would change the others.""")
-page("LN103", "bias cannot be folded", """The reader has no place for a shift: gathered expert weights, or a convolution
-     with zero padding, where the shift is missing at the border.""")
-page("LN104", "quantised or adapted weights", """The edit needs to change weights that are quantised or wrapped by an
-     adapter (LoRA). Merge or dequantise first.""")
+page(
+    "LN101",
+    "consumer is not linear",
+    """A norm's gain and bias can be folded only if *every* consumer of its output is
+     a linear map. One here is not: the norm keeps its affine.""",
+)
+page(
+    "LN102",
+    "shared parameter",
+    """The parameter is used in several places (tied weights, a block applied several
+     times), so that an edit for one use would change the others.""",
+)
+page(
+    "LN103",
+    "bias cannot be folded",
+    """The reader has no place for a shift: gathered expert weights, or a convolution
+     with zero padding, where the shift is missing at the border.""",
+)
+page(
+    "LN104",
+    "quantised or adapted weights",
+    """The edit needs to change weights that are quantised or wrapped by an
+     adapter (LoRA). Merge or dequantise first.""",
+)
 page("LN105", "computed gain", "The gain is computed from its parameter in a way that has no inverse to write back to.")
 page("LN110", "placement not reachable", "The block's structure leaves no place for the norm that the target needs.")
 page("LN111", "kind of norm", "The pass is defined for layer and rms norms; this is another kind.")
 page("LN112", "dead branch", "The branch writes zeros on the calibration data, so no gain can be fitted.")
 page("LN113", "parallel branches", "Branches of one sum share their trunk norm and must be converted together.")
-page("LN114", "skip is not bare", "The trunk is scaled or transformed between blocks, in a way the conversion cannot carry.")
+page(
+    "LN114",
+    "skip is not bare",
+    "The trunk is scaled or transformed between blocks, in a way the conversion cannot carry.",
+)
 # LN2xx: detection
 page("LN201", "no residual stream", "No add joins a value with something computed from that same value by weights.")
-page("LN202", "nested skip", """A skip spans a whole chain of residual blocks (U-Net, MobileBERT, funnel). Streams inside
-     streams are beyond the picture; nothing of them is converted.""")
+page(
+    "LN202",
+    "nested skip",
+    """A skip spans a whole chain of residual blocks (U-Net, MobileBERT, funnel). Streams inside
+     streams are beyond the picture; nothing of them is converted.""",
+)
 page("LN203", "hyper-connection", "Several copies of the stream are mixed by data-dependent weights between blocks.")
 page("LN204", "projected skip", "The skip passes through a linear map or a convolution: the stream changes its basis.")
-page("LN205", "looks like a norm", """A reduction and an inverse root look like a norm, but running them on random data
-     did not give any norm that is known. It is left alone; the message says what it was compared with.""")
+page(
+    "LN205",
+    "looks like a norm",
+    """A reduction and an inverse root look like a norm, but running them on random data
+     did not give any norm that is known. It is left alone; the message says what it was compared with.""",
+)
 page("LN206", "eps is zero", "The norm has no eps (or it underflowed in low precision); zero rows would give NaN.")
 page("LN207", "reversible or coupled streams", "Two streams read and write each other in turn (reversible networks).")
 # LN3xx, LN4xx: apply and verify
-page("LN301", "edit does not fit", "The graph is not what the plan was made for. This is a fault of ours: please report it.")
-page("LN302", "no effect", "A placement was to change and the output did not. This is a fault of ours: please report it.")
+page(
+    "LN301",
+    "edit does not fit",
+    "The graph is not what the plan was made for. This is a fault of ours: please report it.",
+)
+page(
+    "LN302", "no effect", "A placement was to change and the output did not. This is a fault of ours: please report it."
+)
 page("LN401", "verification failed", "The two models differ by more than the tolerance; nothing was written.")
 page("LN402", "not comparable", "The models take other inputs or give other outputs; give --input for both.")
 # LN005, LN006: plugins
-page("LN005", "pass cannot be loaded", """The pass is registered, or named as `package.module:Class`, but importing it
-     failed or gave something that is no pass: a frozen dataclass with name, exactness, needs_data and propose.""")
-page("LN006", "two passes of one name", """Two installed packages register a pass under the same name. Uninstall one,
-     or write `package.module:Class` in the pipeline.""")
+page(
+    "LN005",
+    "pass cannot be loaded",
+    """The pass is registered, or named as `package.module:Class`, but importing it
+     failed or gave something that is no pass: a frozen dataclass with name, exactness, needs_data and propose.""",
+)
+page(
+    "LN006",
+    "two passes of one name",
+    """Two installed packages register a pass under the same name. Uninstall one,
+     or write `package.module:Class` in the pipeline.""",
+)
 # LN027 to LN029: opening models
-page("LN027", "ONNX not read", """ONNX models are recognised and not read by this version. Give the PyTorch model that
-     the file was exported from.""")
-page("LN028", "reads outside its folder", """The checkpoint points to a file outside its own folder (an absolute path,
-     `..`, or a link that leads out). lnrewrite reads only the folder that it was given; copy the file into it.""")
-page("LN029", "pickle cannot be rebuilt", """Unpickling was allowed and failed: usually the code that defines the module
+page(
+    "LN027",
+    "ONNX not read",
+    """ONNX models are recognised and not read by this version. Give the PyTorch model that
+     the file was exported from.""",
+)
+page(
+    "LN028",
+    "reads outside its folder",
+    """The checkpoint points to a file outside its own folder (an absolute path,
+     `..`, or a link that leads out). lnrewrite reads only the folder that it was given; copy the file into it.""",
+)
+page(
+    "LN029",
+    "pickle cannot be rebuilt",
+    """Unpickling was allowed and failed: usually the code that defines the module
      cannot be imported here, or has changed. Run where it is importable, or save the weights alone and give
-     --factory.""")
+     --factory.""",
+)

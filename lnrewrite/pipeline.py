@@ -26,6 +26,9 @@ from .stream import Block, Network, Stream, site_name
 
 PRESETS = {"exact": "canonicalize,fold-affine"}
 
+LARGE = 0.2
+"""The relative error from which a report advises healing."""
+
 Batch = Mapping[str, Any] | Sequence[Any]
 """One call's inputs: a mapping of keyword inputs, or a sequence of positional ones."""
 
@@ -74,7 +77,8 @@ class Context:
     """Give a pass what lies beyond its stream; everything is a question, nothing can be changed through it.
 
     `samples()` runs the model on the calibration data, once, and returns block name -> `Samples`. `is_ones(param)` and
-    `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array. `seed` is for a pass that draws random numbers.
+    `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array. `seed` is for a
+    pass that draws random numbers.
     """
 
     network: Network
@@ -318,6 +322,11 @@ class _Feed:
                 "no calibration data were given, so gains and drift rest on synthetic inputs and may be far from "
                 "what real inputs give; give real ones with --calibrate DATA (calibrate=...)"
             )
+        if drift and (drift["relative_error"] or 0) > LARGE:
+            notes.append(
+                f"the outputs moved by {drift['relative_error']:.0%}: constants stand where the model has one scalar for "
+                "each token; heal the result by a short training on real data before use"
+            )
         if drift and not drift["held_out"]:
             notes.append("there was one batch only, so the drift was measured on the data of the fit; give two or more")
         return tuple(notes)
@@ -343,10 +352,7 @@ def _step(item: Pass, current: M, feed: _Feed, partial: bool, seed: int) -> tupl
         current, count = current.apply(wanted, text)
     skipped = tuple(Skipped(item.name, site, why) for _, p in proposals for site, why in p.not_applicable)
     expected = tuple(
-        Expected(e.target, e.expected, e.note)
-        for _, p in wanted
-        for e in p.edits
-        if e.expected is not None or e.note
+        Expected(e.target, e.expected, e.note) for _, p in wanted for e in p.edits if e.expected is not None or e.note
     )
     step = Step(text, count, len(refusals), time.perf_counter() - started)
     return current, _Done(step, item.exactness, refusals, skipped, expected)

@@ -1,4 +1,4 @@
-"""What a pass proposes: whole edits, refusals, and sites it does not speak of. Edits are data; a backend applies them."""
+"""What a pass proposes: whole edits, refusals, and sites it does not speak of. Edits are data, for a backend."""
 
 from __future__ import annotations
 

@@ -227,9 +227,11 @@ def load(
     if not isinstance(given, Inputs):
         given = Inputs((), dict(given)) if isinstance(given, Mapping) else Inputs(tuple(given))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (given.args, dict(given.kwargs)))
-    dynamic = {n: {a: Dim.AUTO for a in given.dynamic.get(n, {})} or None for n in kwargs} if specified else None
+    dynamic = {n: dict.fromkeys(given.dynamic.get(n, {}), Dim.AUTO) or None for n in kwargs} if specified else None
     taken = capture_module(module, args, kwargs, dynamic)
-    program = Program(replace(taken, notes=(*opened.notes, *taken.notes)), format=opened.kind, tokenizer=opened.tokenizer)
+    program = Program(
+        replace(taken, notes=(*opened.notes, *taken.notes)), format=opened.kind, tokenizer=opened.tokenizer
+    )
     free = program.dynamic_axes()
     for name, axes in given.dynamic.items():
         for axis, dimension in axes.items():
@@ -259,4 +261,3 @@ def convert(
     options = f"to={to} norm={norm}" + (f" blocks={blocks}" if blocks else "")
     pipeline = Pipeline.parse(f"place{{{options}}}")
     return pipeline.run(capture(module, args, kwargs), calibrate, partial, seed).program.module()
-

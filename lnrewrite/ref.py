@@ -257,7 +257,7 @@ def _operate(machine: Machine, target: str, operation: Operation, resolve: Resol
 
 
 def _set_norm(machine: Machine, target: str, edit: SetNorm, resolve: Resolve) -> Machine:
-    """Put, change or remove a norm. Its gain starts at `gamma`, whatever the stored form, or stays where that is None."""
+    """Put, change or remove a norm. Its gain starts at `gamma`, whatever the stored form; None leaves it."""
     stream, norm, params = machine.stream, edit.norm, dict(machine.params)
     if norm is not None:
         if edit.gamma and norm.gamma is None:

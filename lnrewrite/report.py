@@ -173,5 +173,11 @@ def _fold(lines: Iterable[str]) -> Iterator[str]:
     """Break lines that are wider than the page, continued with a hanging indent."""
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
-        yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False,
-                                 drop_whitespace=True, replace_whitespace=False) or [""]
+        yield from textwrap.wrap(
+            line,
+            WIDTH,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+            replace_whitespace=False,
+        ) or [""]

@@ -57,7 +57,10 @@ def _rows(blocks: list[dict[str, Any]], every: bool) -> Iterator[str]:
 
 def _folded(numbered: list[tuple[int, Any]], every: bool) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
     """Yield (how often, blocks): runs of the same one or two block shapes are shown once."""
-    keys = [(drawing(b), tuple((n["kind"], n["eps"]) for n in b["norms"]), b["scale"], bool(b["parallel_group"])) for _, b in numbered]
+    keys = [
+        (drawing(b), tuple((n["kind"], n["eps"]) for n in b["norms"]), b["scale"], bool(b["parallel_group"]))
+        for _, b in numbered
+    ]
     if every or len(numbered) <= 24:
         yield 1, numbered
         return

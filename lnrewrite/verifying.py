@@ -1,4 +1,4 @@
-"""Compare two models by running both: the judge of every rewrite's claim, and the measure of a calibrated one's drift."""
+"""Compare two models by running both: the judge of a rewrite's claim, the measure of a calibrated one's drift."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = {
     Exactness.CALIBRATED: 0.5,
     Exactness.LEARNED: 1.0,
 }
-"""The largest relative error, in float64, that a rewrite of each class may show; `verify` takes a number instead too."""
+"""The largest relative error, in float64, that a rewrite of each class may show."""
 
 
 class Float64(torch.overrides.TorchFunctionMode):
@@ -94,7 +94,9 @@ def check_tolerance(tolerance: str | float | None) -> float:
 
 
 def _incomparable(why: str) -> LnrewriteError:
-    return LnrewriteError("LN402", "verify", f"the models cannot be compared: {why}", "give models with the same inputs")
+    return LnrewriteError(
+        "LN402", "verify", f"the models cannot be compared: {why}", "give models with the same inputs"
+    )
 
 
 def _batches(program: Any, seed: int) -> list[Batch]:
@@ -192,7 +194,7 @@ def _floats(out: Any) -> list[torch.Tensor]:
 
 
 def logits(out: Any) -> torch.Tensor | None:
-    """Return a model's logits [..., classes]: the output of that name, or its only tensor where that is 3-dimensional."""
+    """Return a model's logits [..., classes]: the output of that name, or its only tensor of rank 3."""
     named = out.get("logits") if hasattr(out, "get") else getattr(out, "logits", None)
     if isinstance(named, torch.Tensor) and named.dim() >= 2:
         return named

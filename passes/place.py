@@ -11,7 +11,17 @@ import numpy as np
 
 from lnrewrite.fitting import Fit, careful_eps, fit, size, spread, unit, usual
 from lnrewrite.plan import (
-    Affine, Edit, Exactness, FoldReader, Gain, Operation, Proposal, Refusal, ScaleWriter, SetNorm, Vectors,
+    Affine,
+    Edit,
+    Exactness,
+    FoldReader,
+    Gain,
+    Operation,
+    Proposal,
+    Refusal,
+    ScaleWriter,
+    SetNorm,
+    Vectors,
 )  # fmt: skip
 from lnrewrite.stream import Block, Kind, Linear, Norm, Placement, Site, Stream, Where
 
@@ -40,7 +50,7 @@ class Place:
 
     Switching one is exact but for one scalar per token, which a constant (or a gain) replaces::
 
-        out on       f ~ g N(f)              g = E[w f u] / E[w u^2], u = N(f), w = 1 / s(x')^2: what reads x' divides by s
+        out on       f ~ g N(f)              g = E[w f u] / E[w u^2], u = N(f), w = 1 / s(x')^2: readers divide by s
         in, out off  N(f) ~ c f              c = E[s] / E[s^2] per channel, folded into the readers or the writers
         post on      x' = x + F(N x)  is  p' = N(p + F(p) / s(x)): the trunk norms take over from the in norms, whose
                      gain stays with the readers; the writers are divided by a constant for s(x)
@@ -84,8 +94,16 @@ class Place:
         target = Placement(self.to)
         chosen = [b for b in stream.blocks if b.name in context.selected(self.blocks)]
         moving = [b for b in chosen if b.placement is not target]
-        skipped = [(b.name, f"it is {target} already" if b in chosen else "not selected") for b in stream.blocks if b not in moving]
-        skipped += [(f"{stream.name}.{w}", "embedding and final norms are no block's") for w, s in (("embedding", stream.embedding), ("final", stream.final)) if s]
+        skipped = [
+            (b.name, f"it is {target} already" if b in chosen else "not selected")
+            for b in stream.blocks
+            if b not in moving
+        ]
+        skipped += [
+            (f"{stream.name}.{w}", "embedding and final norms are no block's")
+            for w, s in (("embedding", stream.embedding), ("final", stream.final))
+            if s
+        ]
         refusals = [r for b in moving if (r := _refusal(stream, b, WANTED[target], moving))]
         moving = [b for b in moving if b.name not in {r.site for r in refusals}]
         if not moving:
@@ -95,10 +113,22 @@ class Place:
         edits = walk.edits()
         if walk.refusals:
             refusals += walk.refusals
-            edits = [] if Where.POST in WANTED[target] else [e for e in edits if e.target not in {r.site for r in refusals}]
-            refusals += [Refusal("LN113", b.name, "another block of its stream cannot be converted", "select blocks with blocks=") for b in moving if not edits and b.name not in {r.site for r in refusals}]
+            edits = (
+                [] if Where.POST in WANTED[target] else [e for e in edits if e.target not in {r.site for r in refusals}]
+            )
+            refusals += [
+                Refusal(
+                    "LN113", b.name, "another block of its stream cannot be converted", "select blocks with blocks="
+                )
+                for b in moving
+                if not edits and b.name not in {r.site for r in refusals}
+            ]
         named = {e.target for e in edits} | {r.site for r in refusals}
-        skipped += [(b.name, "its norm is shared with a branch of the same sum and edited there") for b in moving if b.name not in named]
+        skipped += [
+            (b.name, "its norm is shared with a branch of the same sum and edited there")
+            for b in moving
+            if b.name not in named
+        ]
         return Proposal(tuple(edits), tuple(refusals), tuple(skipped), walk.vectors)
 
 
@@ -112,22 +142,32 @@ def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
     switched = held ^ wanted
     lost = [s for s in block.sites if s.where in held - wanted]
     if block.anchor.axis != -1:
-        return Refusal("LN110", block.name, "its channels are not the last axis", "convert models whose channels come last")
+        return Refusal(
+            "LN110", block.name, "its channels are not the last axis", "convert models whose channels come last"
+        )
     if not wanted and any(s.where is Where.INNER and s.readers and not s.taps for s in block.sites):
         return Refusal("LN110", block.name, "the norm inside its branch would stay", "choose pre, post, peri or output")
     if any(s.norm.kind not in WRITABLE for s in lost):
-        return Refusal("LN111", block.name, f"a {lost[0].norm.kind} norm cannot be moved", "choose a placement that keeps it")
+        return Refusal(
+            "LN111", block.name, f"a {lost[0].norm.kind} norm cannot be moved", "choose a placement that keeps it"
+        )
     if Where.IN in switched and (sum(s.where is Where.IN for s in block.sites) > 1 or "raw" in block.opaque):
-        return Refusal("LN110", block.name, "its branch reads the stream in several ways", "keep its in norms: to=pre or to=peri")
+        return Refusal(
+            "LN110", block.name, "its branch reads the stream in several ways", "keep its in norms: to=pre or to=peri"
+        )
     if Where.POST in switched:
         group = [b for b in stream.blocks if b.anchor.total == block.anchor.total]
         if any(b not in moving for b in group):
-            return Refusal("LN113", block.name, "branches of one sum have one trunk norm", "select all branches of the sum")
+            return Refusal(
+                "LN113", block.name, "branches of one sum have one trunk norm", "select all branches of the sum"
+            )
         if stream.taps:
             why = f"the raw trunk has another reader ({stream.taps[0]})"
             return Refusal("LN110", block.name, why, "choose pre, peri, output or none")
         if not np.isfinite(block.scale) or block.scale == 0:
-            return Refusal("LN114", block.name, "its skip is scaled by values, not by a constant", "choose pre, peri or output")
+            return Refusal(
+                "LN114", block.name, "its skip is scaled by values, not by a constant", "choose pre, peri or output"
+            )
     return None
 
 
@@ -170,7 +210,9 @@ class _Walk:
         found: list[Edit] = []
         if self.turns(first, Where.POST, on=True) and not self.stream.embedding:
             ones = self.vectors.add(np.ones(self.stream.width))
-            found.append(Edit(f"{self.stream.name}.embedding", (SetNorm(Where.EMBEDDING, Norm(self.kind, self.eps), ones),)))
+            found.append(
+                Edit(f"{self.stream.name}.embedding", (SetNorm(Where.EMBEDDING, Norm(self.kind, self.eps), ones),))
+            )
             self.normalise()
         for index, group in enumerate(sums):
             for block in group:
@@ -201,7 +243,12 @@ class _Walk:
             fits: list[Fit] = []
             self.read(block, samples[block.name], operations, fits)
             if block is group[0] and self.carried and (self.carried.gamma or self.carried.beta):
-                after = fit(self.trunk, samples[block.name].state * self.ratio[:, None], 1 / self.ratio**2, shift=bool(self.carried.beta))
+                after = fit(
+                    self.trunk,
+                    samples[block.name].state * self.ratio[:, None],
+                    1 / self.ratio**2,
+                    shift=bool(self.carried.beta),
+                )
                 operations.append(Affine(Where.POST, self.vector(after.scale), self.vector(after.shift)))
                 fits.append(after)
                 skip = group[0].scale * after.value
@@ -229,7 +276,9 @@ class _Walk:
                 return
             base = unit(self.kind, self.trunk, self.eps)
             found = fit(base, seen.read, usual(seen.read), self.beta)
-            operations.append(SetNorm(Where.IN, Norm(self.kind, self.eps), self.vector(found.scale), self.vector(found.shift)))
+            operations.append(
+                SetNorm(Where.IN, Norm(self.kind, self.eps), self.vector(found.scale), self.vector(found.shift))
+            )
             fits.append(found)
         elif self.turns(block, Where.IN, on=False) and site:
             shared = site.origin[-1] in self.folded
@@ -268,7 +317,9 @@ class _Walk:
         if self.turns(block, Where.OUT, on=True):
             eps = careful_eps(self.eps, seen.branch)
             found = fit(unit(self.kind, seen.branch, eps), goal, weight, self.beta)
-            operations.append(SetNorm(Where.OUT, Norm(self.kind, eps), self.vector(found.scale), self.vector(found.shift)))
+            operations.append(
+                SetNorm(Where.OUT, Norm(self.kind, eps), self.vector(found.scale), self.vector(found.shift))
+            )
         elif self.turns(block, Where.OUT, on=False):
             operations.append(SetNorm(Where.OUT, None))
             site = block.at(Where.OUT)
@@ -310,7 +361,9 @@ class _Walk:
             if last:
                 found = fit(unit(self.kind, self.trunk, self.eps), seen.total, usual(seen.total), self.beta)
                 fits.append(found)
-                operations.append(SetNorm(Where.POST, Norm(self.kind, self.eps), self.vector(found.scale), self.vector(found.shift)))
+                operations.append(
+                    SetNorm(Where.POST, Norm(self.kind, self.eps), self.vector(found.scale), self.vector(found.shift))
+                )
                 return
             operations.append(SetNorm(Where.POST, Norm(self.kind, self.eps), self.vector(np.ones(self.stream.width))))
             self.normalise()
@@ -329,7 +382,9 @@ class _Walk:
 
     def follow(self, block: Block, seen: Samples, onward: Block, after: Samples) -> None:
         """Take the trunk along to the next sum, through a constant scale where the model has one."""
-        if block.at(Where.POST) or (seen.total.shape == after.state.shape and np.allclose(seen.total, after.state, rtol=1e-4, atol=1e-6)):
+        if block.at(Where.POST) or (
+            seen.total.shape == after.state.shape and np.allclose(seen.total, after.state, rtol=1e-4, atol=1e-6)
+        ):
             return
         if self.carried or self.unit or len(after.state) != len(self.trunk):
             self.refuse(onward, "LN114", "the trunk is scaled or transformed between blocks")

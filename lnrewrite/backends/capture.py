@@ -39,24 +39,27 @@ def capture_module(
     dynamic_shapes as torch.export takes it; None lets batch and sequence be dynamic where a run at a second size
     agrees with the module. Raises LnrewriteError LN023 where torch.export and draft_export both fail.
     """
-    args, kwargs, notes = tuple(args), dict(kwargs or {}), []
+    notes: list[str] = []
+    positional, keywords = tuple(args), dict(kwargs or {})
     names = _names(module)
     takes = _parameters(module)
-    if "use_cache" in takes and "use_cache" not in kwargs:
-        kwargs["use_cache"] = False
+    if "use_cache" in takes and "use_cache" not in keywords:
+        keywords["use_cache"] = False
         notes.append("use_cache=False was set: a cache in the outputs cannot be captured")
     if dynamic_shapes is None:
-        args, kwargs = _two_rows(args, kwargs)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+        positional, keywords = _two_rows(positional, keywords)
+    positional, keywords = pytree.tree_map_only(
+        torch.Tensor, torch.Tensor.contiguous, (positional, keywords)
+    )
     with evaluating(module), quiet():
         if dynamic_shapes is None:
-            program, captured = _dynamic(module, names, args, kwargs, notes)
+            program, captured = _dynamic(module, names, positional, keywords, notes)
         else:
-            program = _export(module, args, kwargs, dynamic_shapes, notes)
+            program = _export(module, positional, keywords, dynamic_shapes, notes)
             captured = unlift(program, names, _frozen(module))
     dims = tuple(sorted({str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}))
     s = captured.signature
-    given = {**dict(zip(s.names, args, strict=False)), **kwargs}
+    given = {**dict(zip(s.names, positional, strict=False)), **keywords}
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
     if module.training:
         captured.train()
@@ -169,7 +172,7 @@ def _auto(value: Any) -> Any:
     """Mark batch and sequence of a tensor as dynamic where torch.export finds that they can be."""
     if not isinstance(value, torch.Tensor) or not value.dim():
         return None
-    return {axis: Dim.AUTO for axis in range(1 if value.dim() > 3 else min(2, value.dim()))}
+    return dict.fromkeys(range(1 if value.dim() > 3 else min(2, value.dim())), Dim.AUTO)
 
 
 def _dynamic(
@@ -178,7 +181,11 @@ def _dynamic(
     """Export with as many dynamic axes as hold: batch and sequence, batch alone, none."""
     every = pytree.tree_map(_auto, (args, kwargs))
     batch = pytree.tree_map_only(torch.Tensor, lambda t: {0: Dim.AUTO} if t.dim() else None, (args, kwargs))
-    batch = pytree.tree_map(lambda v: v if isinstance(v, dict) else None, batch, is_leaf=lambda v: isinstance(v, dict) and bool(v) and all(isinstance(k, int) for k in v))
+    batch = pytree.tree_map(
+        lambda v: v if isinstance(v, dict) else None,
+        batch,
+        is_leaf=lambda v: isinstance(v, dict) and bool(v) and all(isinstance(k, int) for k in v),
+    )
     attempts = (("", every), ("the sequence length is fixed", batch), ("batch and sequence length are fixed", None))
     for note, spec in attempts:
         shapes = None if spec is None else (*spec[0], *spec[1].values())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..opgraph import Op, OpGraph, Operand
+from ..opgraph import Op, Operand, OpGraph
 from .aten import normalise
 
 
@@ -59,7 +59,7 @@ def parameter_names(module: torch.nn.Module) -> dict[str, str]:
 def _call(node: fx.Node, operand: Any) -> Op:
     value = node.meta["val"]
     target = node.target
-    name = getattr(target, "_opname", None) or getattr(target, "__name__", str(target))
+    name = str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
     kind, inputs, attrs = normalise(name, list(node.args), dict(node.kwargs))
     flat: list[Operand] = []
     for item in inputs:

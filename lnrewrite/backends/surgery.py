@@ -1,4 +1,4 @@
-"""Carry a proposal's edits out on a captured graph: whole edits, new parameters beside their block, nothing else touched."""
+"""Carry a proposal's edits out on a captured graph: new parameters beside their block, nothing else touched."""
 
 from __future__ import annotations
 
@@ -108,7 +108,11 @@ class Surgery:
         while todo:
             name = todo.pop()
             names.add(name)
-            todo += [n for n in self.view[name].data if n != block.anchor.skip and self.view[n].kind == "add" and n not in names]
+            todo += [
+                n
+                for n in self.view[name].data
+                if n != block.anchor.skip and self.view[n].kind == "add" and n not in names
+            ]
         return [(u, n) for u, n in self.consumers(block.anchor.skip) if u.name in names]
 
     # ---- operations ----
@@ -164,7 +168,9 @@ class Surgery:
             weight = self.gain(norm, op.gamma, f"{owner}.norm_{NAMES[op.where]}.weight", norm.gamma, x)
             if norm.kind is Kind.RMS:
                 return self.call(aten.rms_norm.default, (x, [width], weight, norm.eps), x)
-            bias = self.gain(replace(norm, plus_one=False), op.beta, f"{owner}.norm_{NAMES[op.where]}.bias", norm.beta, x)
+            bias = self.gain(
+                replace(norm, plus_one=False), op.beta, f"{owner}.norm_{NAMES[op.where]}.bias", norm.beta, x
+            )
             return self.call(aten.layer_norm.default, (x, [width], weight, bias, norm.eps), x)
 
     def gain(self, norm: Norm, value: Value | None, fresh: str, named: str | None, x: fx.Node) -> fx.Node | None:
@@ -194,7 +200,9 @@ class Surgery:
         else:
             edges = self.skip(block)
         if not edges:
-            raise LnrewriteError("LN301", self.label, f"nothing reads the {op.where} edge", "report this with the model")
+            raise LnrewriteError(
+                "LN301", self.label, f"nothing reads the {op.where} edge", "report this with the model"
+            )
         x = edges[0][1]
         with self.after(x):
             node = self.scaled(x, op, f"{block.name}.{NAMES[op.where] if op.where is not Where.POST else 'skip'}")

@@ -42,8 +42,8 @@ def _vector_norm(op: Op, x: Any) -> Any:
 
 def _permute(op: Op, x: Any) -> Any:
     if "swap" in op.attrs:
-        a, b = op.attrs["swap"]  # type: ignore[misc]
-        return np.swapaxes(x, a, b)
+        swap: Any = op.attrs["swap"]
+        return np.swapaxes(x, *swap)
     return np.transpose(x, op.attrs["order"])  # type: ignore[call-overload]
 
 

@@ -100,7 +100,7 @@ class _Detector:
         post = self.post_norms(chain)
         blocks: list[Block] = []
         axis = self.axis(chain)
-        for group, (join, link) in enumerate(chain):
+        for group, (join, _) in enumerate(chain):
             parallel = index * 10000 + group if len(join.branches) > 1 else None
             for branch, add in join.branches:
                 blocks.append(self.block(join, branch, add, axis, parallel, post[group]))
@@ -135,7 +135,8 @@ class _Detector:
             post = 2 * sum(votes) > len(votes)
         else:
             join = chain[-1][0]
-            edge = self.entries(join.root, join.branches[0][0]) or self.exit(join.root, join.branches[0][0])
+            branch = join.branches[0][0]
+            edge = bool(self.entries(join.root, branch)) or self.exit(join.root, branch) is not None
             post = not edge and len(self.graph.users[join.total]) == 1
         return [*found, last if post else None]
 
@@ -206,11 +207,11 @@ class _Detector:
         said = []
         if others := [o for e in edges for o in e.others if o not in self.inside]:
             said.append(f"read by {self.graph[others[0]].kind}")
-        if others := [o for o in ends.others if o not in self.inside]:
-            said.append(f"written by {self.graph[others[0]].kind}")
+        if behind := [o for o in ends.others if o not in self.inside]:
+            said.append(f"written by {self.graph[behind[0]].kind}")
         heads = {f.output for f in entries}
         raw = [u for u in self.graph.users[join.root] if u in region and self.inside.get(u) not in heads]
-        if entries and [u for u in raw if self.graph[u].kind not in SHAPE | CASTS]:
+        if entries and any(self.graph[u].kind not in SHAPE | CASTS for u in raw):
             said.append("reads the raw stream too")
         return "; ".join(said)
 
@@ -239,7 +240,7 @@ class _Detector:
         return scaled(self.graph, name)
 
     def exit(self, root: str, branch: str) -> Found | None:
-        """Return the norm that a branch ends in, seen through casts, shapes, scales and gates that do not read the root."""
+        """Return the norm that a branch ends in, seen through casts, shapes, scales and gates."""
         name: str | None = branch
         while name and name != root:
             if name in self.norms:
@@ -272,7 +273,7 @@ class _Detector:
             if op.name in found.members or graph.index[op.name] < index or graph.reaches(found.output, op.name):
                 continue
             return False
-        after = [o for o in graph.between(found.output, branch)]
+        after = graph.between(found.output, branch)
         heavy = [n for o in after for n in o.data if n not in graph.constant and not graph.reaches(found.output, n)]
         return not [n for n in heavy if any(o.kind in WEIGHTED for o in graph.between(self.root_of(n), n))]
 

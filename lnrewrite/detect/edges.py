@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-from ..opgraph import CASTS, SHAPE, Op, OpGraph, Operand
+from ..opgraph import CASTS, SHAPE, Op, Operand, OpGraph
 from ..stream import Linear
 
 PRODUCTS = frozenset({"matmul", "mm", "bmm"})
@@ -50,7 +51,8 @@ def _order(op: Op, rank: int) -> list[int]:
     if "order" in op.attrs:
         return [a % rank for a in op.attrs["order"]]  # type: ignore[attr-defined]
     order = list(range(rank))
-    a, b = op.attrs["swap"]  # type: ignore[misc]
+    swap: Any = op.attrs["swap"]
+    a, b = swap
     order[a], order[b] = order[b], order[a]
     return order
 

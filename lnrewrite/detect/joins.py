@@ -49,17 +49,16 @@ def mixes(graph: OpGraph, start: str, end: str) -> bool:
     for op in graph.between(start, end):
         if op.kind in {"scaled_dot_product_attention", "cumsum", "lstm", "gru", "conv"} or op.kind.startswith(POOLS):
             return True
-        if op.kind in {"matmul", "bmm", "einsum", "baddbmm"} and len(op.data) > 1:
-            if all(n not in graph.constant and graph.reaches(start, n) for n in op.data[:2]):
-                return True
+        product = op.kind in {"matmul", "bmm", "einsum", "baddbmm"} and len(op.data) > 1
+        if product and all(n not in graph.constant and graph.reaches(start, n) for n in op.data[:2]):
+            return True
     return False
 
 
 def _same_shape(graph: OpGraph, a: str, b: str) -> bool:
-    one, two = graph[a].shape, graph[b].shape
-    return bool(one and two and len(one) == len(two) >= 2) and all(
-        x == y for x, y in zip(one, two, strict=True) if isinstance(x, int) and isinstance(y, int)
-    )
+    one, two = graph[a].shape or (), graph[b].shape or ()
+    pairs = [(x, y) for x, y in zip(one, two, strict=False) if isinstance(x, int) and isinstance(y, int)]
+    return len(one) == len(two) >= 2 and all(x == y for x, y in pairs)
 
 
 def _flattens(graph: OpGraph, name: str) -> bool:
@@ -87,7 +86,7 @@ def _terms(graph: OpGraph, total: str) -> list[tuple[str, str]]:
 
 
 def trunk(graph: OpGraph, term: str) -> Iterator[str]:
-    """Yield the values that a skip's operand carries on: itself, then back through casts, shapes and constant scales."""
+    """Yield the values that a skip carries on: itself, then back through casts, shapes and constant scales."""
     yield term
     while True:
         op = graph[term]
@@ -178,7 +177,8 @@ def _outermost(graph: OpGraph, joins: list[Join], refusals: list[Refusal]) -> li
         held = [j for j in joins if j is not outer and _inside(graph, j, outer)]
         chained = [j for j in held if any(t in by_total and by_total[t] in held for t in trunk(graph, j.root))]
         if chained or any(j.root == outer.root for j in held):
-            why = f"the skip from {outer.root} to {outer.total} spans the residual blocks {', '.join(j.total for j in held[:3])}"
+            blocks = ", ".join(j.total for j in held[:3])
+            why = f"the skip from {outer.root} to {outer.total} spans the residual blocks {blocks}"
             refusals.append(Refusal("LN202", outer.total, why, CLOSED))
         inner |= {j.total for j in held}
     return [j for j in joins if j.total not in inner]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..stream import Block, Stream
+from ..stream import Stream
 
 
 def common(names: Iterable[str]) -> str:
@@ -16,7 +16,11 @@ def common(names: Iterable[str]) -> str:
         return ""
     shared = parts[0]
     for part in parts[1:]:
-        shared = shared[: next((i for i, (a, b) in enumerate(zip(shared, part, strict=False)) if a != b), min(len(shared), len(part)))]
+        shared = shared[
+            : next(
+                (i for i, (a, b) in enumerate(zip(shared, part, strict=False)) if a != b), min(len(shared), len(part))
+            )
+        ]
     return ".".join(shared)
 
 

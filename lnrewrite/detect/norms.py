@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from ..opgraph import CASTS, Op, OpGraph, Operand
+from ..opgraph import CASTS, Op, Operand, OpGraph
 from ..plan import Refusal
 from ..stream import Kind, Norm
 from .arithmetic import Array, Unknown, closure, constants, run
@@ -22,7 +23,21 @@ FUSED = {
     "instance_norm": Kind.GROUP,
 }  # fmt: skip
 REDUCTIONS = {"mean", "sum", "var", "std", "vector_norm"}
-STATISTIC = {"cast", "reshape", "expand", "reciprocal", "sqrt", "rsqrt", "pow", "add", "clamp_min", "maximum", "mul", "div", "clamp"}
+STATISTIC = {
+    "cast",
+    "reshape",
+    "expand",
+    "reciprocal",
+    "sqrt",
+    "rsqrt",
+    "pow",
+    "add",
+    "clamp_min",
+    "maximum",
+    "mul",
+    "div",
+    "clamp",
+}
 TOLERANCE = 1e-9
 
 
@@ -61,16 +76,13 @@ def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
     variant: std 0 biased, 1 unbiased standard deviation; l2 0 max(|x|, eps), 1 |x| + eps.
     """
     centred = x - x.mean(-1, keepdims=True)
-    match kind:
-        case Kind.LAYER:
-            return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
-        case Kind.RMS:
-            return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
-        case Kind.STD:
-            return centred / (x.std(-1, keepdims=True, ddof=variant) + eps)
-        case _:
-            length = np.sqrt((x**2).sum(-1, keepdims=True))
-            return x / (np.maximum(length, eps) if variant == 0 else length + eps)
+    if kind in {Kind.LAYER, Kind.RMS}:
+        x = centred if kind is Kind.LAYER else x
+        return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + eps))
+    if kind is Kind.STD:
+        return np.asarray(centred / (x.std(-1, keepdims=True, ddof=variant) + eps))
+    length = np.sqrt((x**2).sum(-1, keepdims=True))
+    return np.asarray(x / (np.maximum(length, eps) if variant == 0 else length + eps))
 
 
 def _fused(graph: OpGraph, op: Op) -> Found | None:
@@ -98,7 +110,7 @@ def _parameter(graph: OpGraph, name: Operand) -> str | None:
     return None
 
 
-def _gain(graph: OpGraph, name: Operand) -> dict[str, object]:
+def _gain(graph: OpGraph, name: Operand) -> dict[str, Any]:
     """Describe a gain: a parameter w, 1 + w, or something computed from parameters."""
     if not isinstance(name, str):
         return {}
@@ -165,7 +177,8 @@ def _decomposed(graph: OpGraph, op: Op, refusals: list[Refusal]) -> Found | None
 
 def _reduced_axis(ops: list[Op], rank: int) -> int | None:
     """Return the one axis that every reduction of a piece runs over, counted from the end, or None."""
-    axes = {tuple(a - rank if a >= 0 else a for a in op.attrs["axes"]) for op in ops if op.kind in REDUCTIONS and op.attrs["axes"]}  # type: ignore[attr-defined]  # fmt: skip
+    reduced: list[Any] = [op.attrs["axes"] for op in ops if op.kind in REDUCTIONS and op.attrs["axes"]]
+    axes = {tuple(a - rank if a >= 0 else a for a in each) for each in reduced}
     if len(axes) != 1 or len(only := axes.pop()) != 1:
         return None
     return int(only[0])
@@ -245,7 +258,7 @@ def _with_affine(graph: OpGraph, core: Found) -> Found:
         if op.kind in CASTS:
             pass
         elif op.kind == "mul" and not norm.gamma and not norm.beta and _is_vector(graph, other, width, core.axis):
-            norm = replace(norm, **_gain(graph, other))  # type: ignore[arg-type]
+            norm = replace(norm, **_gain(graph, other))
         elif op.kind == "add" and not norm.beta and _is_vector(graph, other, width, core.axis):
             beta = _parameter(graph, other)
             if beta is None:
