@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .backends.capture import quiet
+from .backends.capture import evaluating, quiet
 from .backends.captured import CapturedModule
 from .diagnostics import LnrewriteError
 from .opgraph import OpGraph
@@ -51,7 +51,7 @@ def collect(
     parts: dict[str, list[Any]] = {n: [] for n in axes}
     for index, batch in enumerate(batches):
         recorder = _Recorder(module, axes)
-        with quiet():
+        with evaluating(module), quiet():
             recorder.run(*flat_inputs(module, batch), enable_io_processing=False)
         for name, rows in recorder.kept.items():
             chosen = _rows(len(rows), limit, seed + index)

@@ -324,8 +324,8 @@ class _Feed:
             )
         if drift and (drift["relative_error"] or 0) > LARGE:
             notes.append(
-                f"the outputs moved by {drift['relative_error']:.0%}: constants stand where the model has one scalar for "
-                "each token; heal the result by a short training on real data before use"
+                f"the outputs moved by {drift['relative_error']:.0%}: constants stand where the model has one scalar "
+                "for each token; heal the result by a short training on real data before use"
             )
         if drift and not drift["held_out"]:
             notes.append("there was one batch only, so the drift was measured on the data of the fit; give two or more")

@@ -44,8 +44,8 @@ class FoldAffine:
             writes @o.weight:0
 
     Refuses a norm whose gain is computed (LN105), one that something else than linears reads (LN101), a reader that
-    is used elsewhere too (LN102), and a bias that a reader has no place for (LN103). Embedding, trunk and output
-    gains are not addressed: no linear stands alone behind them.
+    is used elsewhere too (LN102), weights that are computed (LN104), and a bias that a reader has no place for (LN103).
+    Embedding, trunk and output gains are not addressed: no linear stands alone behind them.
 
     Source: `fold_ln` of TransformerLens, `fuse_ln_linear` of SliceGPT (arXiv 2401.15024) and QuaRot (2404.00456).
     """
@@ -101,6 +101,9 @@ def _blocked(name: str, site: Site) -> Iterator[Refusal]:
     """Yield what stands in the way of folding, most telling first."""
     if site.norm.computed:
         yield Refusal("LN105", name, f"its gain is computed by {site.norm.gamma}", "store the gain as a parameter")
+    if hidden := [tap for tap in site.taps if tap in {"linear", "matmul", "mm", "bmm", "conv"}]:
+        why = f"a {hidden[0]} reads it whose weights are quantised, adapted or computed"
+        yield Refusal("LN104", name, why, "dequantise or merge the weights first")
     if site.taps or not site.readers:
         what = f"{site.taps[0]} reads it too" if site.taps else "no linear map reads it"
         yield Refusal("LN101", name, f"{what}, so that the gain cannot go", "leave this norm its gain and bias")

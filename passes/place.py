@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from lnrewrite.fitting import Fit, careful_eps, fit, size, spread, unit, usual
-from lnrewrite.plan import (
-    Affine,
-    Edit,
-    Exactness,
-    FoldReader,
-    Gain,
-    Operation,
-    Proposal,
-    Refusal,
-    ScaleWriter,
-    SetNorm,
-    Vectors,
-)  # fmt: skip
-from lnrewrite.stream import Block, Kind, Linear, Norm, Placement, Site, Stream, Where
+from lnrewrite.plan import Exactness, Proposal, Refusal
+from lnrewrite.stream import Block, Kind, Placement, Stream, Where
+from lnrewrite.trunk import Walk, switches
 
 if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context, Samples
+    from lnrewrite.pipeline import Context
 
 WANTED = {
     Placement.PRE: {Where.IN},
@@ -109,13 +96,12 @@ class Place:
         if not moving:
             return Proposal((), tuple(refusals), tuple(skipped))
         kind, eps, beta = _style(stream, self.norm)
-        walk = _Walk(stream, context, {b.name: WANTED[target] for b in moving}, kind, eps, beta)
+        walk = Walk(stream, context, {b.name: WANTED[target] for b in moving}, kind, eps, beta)
         edits = walk.edits()
         if walk.refusals:
             refusals += walk.refusals
-            edits = (
-                [] if Where.POST in WANTED[target] else [e for e in edits if e.target not in {r.site for r in refusals}]
-            )
+            together = any(Where.POST in switches(b) ^ WANTED[target] for b in moving)
+            edits = [] if together else [e for e in edits if e.target not in {r.site for r in refusals}]
             refusals += [
                 Refusal(
                     "LN113", b.name, "another block of its stream cannot be converted", "select blocks with blocks="
@@ -132,13 +118,9 @@ class Place:
         return Proposal(tuple(edits), tuple(refusals), tuple(skipped), walk.vectors)
 
 
-def _held(block: Block) -> set[Where]:
-    return {s.where for s in block.sites} & {Where.IN, Where.OUT, Where.POST}
-
-
 def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Block]) -> Refusal | None:
     """Say what stands in the way of a block's conversion, if anything."""
-    held = _held(block)
+    held = switches(block)
     switched = held ^ wanted
     lost = [s for s in block.sites if s.where in held - wanted]
     if block.anchor.axis != -1:
@@ -163,7 +145,9 @@ def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
             )
         if stream.taps:
             why = f"the raw trunk has another reader ({stream.taps[0]})"
-            return Refusal("LN110", block.name, why, "choose pre, peri, output or none")
+            return Refusal(
+                "LN110", block.name, why, "choose post" if Where.POST in held else "choose pre, peri, output or none"
+            )
         if not np.isfinite(block.scale) or block.scale == 0:
             return Refusal(
                 "LN114", block.name, "its skip is scaled by values, not by a constant", "choose pre, peri or output"
@@ -178,219 +162,3 @@ def _style(stream: Stream, norm: str) -> tuple[Kind, float, bool]:
     alike = [s.norm for _, s in stream.sites() if s.norm.kind is kind and s.where is not Where.INNER]
     eps = Counter(n.eps for n in alike).most_common(1)[0][0] if alike else 1e-5 if kind is Kind.LAYER else 1e-6
     return kind, eps or 1e-6, kind is Kind.LAYER and (not alike or any(n.beta for n in alike))
-
-
-@dataclass
-class _Walk:
-    """Walk a stream's trunk in the converted model, token by token, and collect the edits.
-
-    `trunk` [tokens, width] is what the next sum's skip carries, `ratio` [tokens] its size in units of the original
-    trunk, `carried` the trunk norm that was taken off the trunk just before (post off), `unit` whether a trunk norm
-    of unit gain was put on (post on).
-    """
-
-    stream: Stream
-    context: Context
-    wanted: dict[str, set[Where]]
-    kind: Kind
-    eps: float
-    beta: bool
-    vectors: Vectors = field(default_factory=Vectors)
-    refusals: list[Refusal] = field(default_factory=list)
-    folded: set[str] = field(default_factory=set)
-
-    def edits(self) -> list[Edit]:
-        samples = self.context.samples()
-        sums = [list(g) for _, g in groupby(self.stream.blocks, key=lambda b: b.anchor.total)]
-        first = sums[0][0]
-        self.trunk: Any = samples[first.name].state
-        self.ratio: Any = np.ones(len(self.trunk))
-        self.carried: Norm | None = None
-        self.unit = False
-        found: list[Edit] = []
-        if self.turns(first, Where.POST, on=True) and not self.stream.embedding:
-            ones = self.vectors.add(np.ones(self.stream.width))
-            found.append(
-                Edit(f"{self.stream.name}.embedding", (SetNorm(Where.EMBEDDING, Norm(self.kind, self.eps), ones),))
-            )
-            self.normalise()
-        for index, group in enumerate(sums):
-            for block in group:
-                if len(samples[block.name].branch) != len(self.trunk):
-                    self.refuse(block, "LN114", "the stream changes its number of tokens on the way")
-                    return found
-            found += self.sum(group, samples, last=index == len(sums) - 1)
-            if index + 1 < len(sums):
-                self.follow(group[-1], samples[group[-1].name], sums[index + 1][0], samples[sums[index + 1][0].name])
-        return found
-
-    def turns(self, block: Block, where: Where, on: bool) -> bool:
-        """Say whether the block's norm at `where` is switched on (or off)."""
-        held, wanted = _held(block), self.wanted.get(block.name, _held(block))
-        return (where in wanted - held) if on else (where in held - wanted)
-
-    def refuse(self, block: Block, code: str, why: str) -> None:
-        self.refusals.append(Refusal(code, block.name, why, "leave it out with blocks=, or choose another placement"))
-
-    def sum(self, group: list[Block], samples: Any, last: bool) -> list[Edit]:
-        """Return the edits of the branches of one sum, and take the trunk through it."""
-        done: dict[str, tuple[list[Operation], list[Fit]]] = {}
-        skip = group[0].scale * self.trunk
-        total = sum(samples[b.name].total for b in group[:1]) * self.ratio[:, None]
-        weight = 1 / np.maximum((total**2).mean(-1), 1e-300)
-        for block in group:
-            operations: list[Operation] = []
-            fits: list[Fit] = []
-            self.read(block, samples[block.name], operations, fits)
-            if block is group[0] and self.carried and (self.carried.gamma or self.carried.beta):
-                after = fit(
-                    self.trunk,
-                    samples[block.name].state * self.ratio[:, None],
-                    1 / self.ratio**2,
-                    shift=bool(self.carried.beta),
-                )
-                operations.append(Affine(Where.POST, self.vector(after.scale), self.vector(after.shift)))
-                fits.append(after)
-                skip = group[0].scale * after.value
-            skip = skip + self.write(block, samples[block.name], weight, operations, fits)
-            done[block.name] = operations, fits
-        self.trunk = skip
-        self.after(group[-1], samples[group[-1].name], last, *done[group[-1].name])
-        return [self.edit(b, *done[b.name], samples[b.name]) for b in group if done[b.name][0]]
-
-    def edit(self, block: Block, operations: list[Operation], fits: list[Fit], seen: Samples) -> Edit:
-        r = size(seen.branch)
-        cv = float(r.var() / max((r * r).mean(), 1e-300))
-        note = f"spread of the branch's size CV^2/(1+CV^2) {cv:.3g}"
-        return Edit(block.name, tuple(operations), max((f.error for f in fits), default=0.0), note)
-
-    def vector(self, values: Any) -> Any:
-        return None if values is None else self.vectors.add(np.ascontiguousarray(values))
-
-    def read(self, block: Block, seen: Samples, operations: list[Operation], fits: list[Fit]) -> None:
-        """Let the branch read what it read: keep, insert, take over or remove its in norm."""
-        site = block.at(Where.IN)
-        if self.turns(block, Where.IN, on=True):
-            if self.carried:
-                operations.append(SetNorm(Where.IN, self.carried))
-                return
-            base = unit(self.kind, self.trunk, self.eps)
-            found = fit(base, seen.read, usual(seen.read), self.beta)
-            operations.append(
-                SetNorm(Where.IN, Norm(self.kind, self.eps), self.vector(found.scale), self.vector(found.shift))
-            )
-            fits.append(found)
-        elif self.turns(block, Where.IN, on=False) and site:
-            shared = site.origin[-1] in self.folded
-            operations += [] if shared else [SetNorm(Where.IN, None)]
-            self.compensate(block, site, seen, operations, fits, shared)
-            self.folded.add(site.origin[-1])
-        elif site is None and (self.carried or self.unit):
-            self.compensate(block, site, seen, operations, fits, False)
-
-    def compensate(
-        self, block: Block, site: Site | None, seen: Samples, operations: list[Operation], fits: list[Fit], shared: bool
-    ) -> None:
-        """Let the readers see scale * trunk + shift: folded into them where that is whole, else as an operation."""
-        if self.unit and site and site.norm.kind is self.kind and not site.norm.computed:
-            n = site.norm
-            scale: Any = Gain(n.gamma, n.plus_one) if n.gamma else None
-            shift: Any = Gain(n.beta) if n.beta else None
-        else:
-            found = fit(self.trunk, seen.read, usual(self.trunk) * usual(seen.read), self.beta)
-            fits.append(found)
-            scale, shift = self.vector(found.scale), self.vector(found.shift)
-        readers = site.readers if site else block.readers
-        whole = not (site.taps if site else "read by" in block.opaque) and _free(readers, bool(shift))
-        if whole:
-            operations += [] if shared else [FoldReader(r, scale, shift) for r in readers]
-        elif scale or shift:
-            operations.append(Affine(Where.IN, scale, shift))
-
-    def write(self, block: Block, seen: Samples, weight: Any, operations: list[Operation], fits: list[Fit]) -> Any:
-        """Let the branch add what it added, in the trunk's new size; return what it adds."""
-        goal = seen.branch * self.ratio[:, None]
-        weight = weight * usual(goal)
-        if not seen.branch.any():
-            self.refuse(block, "LN112", "its branch is zero on the calibration data")
-            return goal
-        if self.turns(block, Where.OUT, on=True):
-            eps = careful_eps(self.eps, seen.branch)
-            found = fit(unit(self.kind, seen.branch, eps), goal, weight, self.beta)
-            operations.append(
-                SetNorm(Where.OUT, Norm(self.kind, eps), self.vector(found.scale), self.vector(found.shift))
-            )
-        elif self.turns(block, Where.OUT, on=False):
-            operations.append(SetNorm(Where.OUT, None))
-            site = block.at(Where.OUT)
-            found = fit(self.without(site, seen), goal, weight, bool(site and site.norm.beta))
-            self.rescale(block, found, operations)
-        elif self.carried or self.unit:
-            found = fit(seen.branch, goal, weight)
-            self.rescale(block, found, operations)
-        else:
-            return goal
-        fits.append(found)
-        return found.value
-
-    def without(self, site: Site | None, seen: Samples) -> Any:
-        """Return the branch's end without its out norm: constant scales between the norm and the sum stay."""
-        assert site is not None
-        normed = self.value(site.norm, unit(site.norm.kind, seen.written, site.norm.eps))
-        return seen.written * fit(normed, seen.branch, np.ones(len(normed))).scale
-
-    def value(self, norm: Norm, u: Any) -> Any:
-        gain = self.context.values(norm.gamma) + norm.plus_one if norm.gamma and not norm.computed else 1.0
-        return gain * u + (self.context.values(norm.beta) if norm.beta else 0.0)
-
-    def rescale(self, block: Block, found: Fit, operations: list[Operation]) -> None:
-        scale, shift = self.vector(found.scale), self.vector(found.shift)
-        alone = len(block.writers) == 1 or shift is None
-        if "written by" not in block.opaque and block.writers and alone and _free(block.writers, bool(shift)):
-            operations += [ScaleWriter(w, scale, shift) for w in block.writers]
-        else:
-            operations.append(Affine(Where.OUT, scale, shift))
-
-    def after(self, block: Block, seen: Samples, last: bool, operations: list[Operation], fits: list[Fit]) -> None:
-        """Take the trunk through the norm after a sum: kept, put on, or taken off."""
-        site = block.at(Where.POST)
-        self.carried, self.unit = None, False
-        if self.turns(block, Where.POST, on=True):
-            if last and self.stream.final:
-                return
-            if last:
-                found = fit(unit(self.kind, self.trunk, self.eps), seen.total, usual(seen.total), self.beta)
-                fits.append(found)
-                operations.append(
-                    SetNorm(Where.POST, Norm(self.kind, self.eps), self.vector(found.scale), self.vector(found.shift))
-                )
-                return
-            operations.append(SetNorm(Where.POST, Norm(self.kind, self.eps), self.vector(np.ones(self.stream.width))))
-            self.normalise()
-        elif self.turns(block, Where.POST, on=False) and site and not last:
-            operations.append(SetNorm(Where.POST, None))
-            self.ratio = np.maximum(spread(site.norm.kind, self.trunk), 1e-300)
-            self.carried = site.norm
-        elif site:
-            self.trunk = self.value(site.norm, unit(site.norm.kind, self.trunk, site.norm.eps))
-            self.ratio = np.ones(len(self.trunk))
-
-    def normalise(self) -> None:
-        self.ratio = self.ratio / np.maximum(spread(self.kind, self.trunk), 1e-300)
-        self.trunk = unit(self.kind, self.trunk, self.eps)
-        self.unit = True
-
-    def follow(self, block: Block, seen: Samples, onward: Block, after: Samples) -> None:
-        """Take the trunk along to the next sum, through a constant scale where the model has one."""
-        if block.at(Where.POST) or (
-            seen.total.shape == after.state.shape and np.allclose(seen.total, after.state, rtol=1e-4, atol=1e-6)
-        ):
-            return
-        if self.carried or self.unit or len(after.state) != len(self.trunk):
-            self.refuse(onward, "LN114", "the trunk is scaled or transformed between blocks")
-        self.trunk = after.state * 1.0
-
-
-def _free(linears: tuple[Linear, ...], shift: bool) -> bool:
-    """Say whether an edit of these linears touches nothing else and can take a shift where there is one."""
-    return bool(linears) and not any(w.shared for w in linears) and (not shift or all(w.exact for w in linears))

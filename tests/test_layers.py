@@ -16,7 +16,7 @@ import lnrewrite
 ROOT = Path(__file__).parent.parent
 PICTURE = {"stream", "text", "plan", "diagnostics", "report"}
 CORE = {"opgraph", "analysis", "pipeline", "spelling", "registry", "ref"}
-FOR_PASSES = {f"lnrewrite.{name}" for name in ("stream", "plan", "diagnostics", "pipeline", "fitting")}
+FOR_PASSES = {f"lnrewrite.{name}" for name in ("stream", "plan", "diagnostics", "pipeline", "fitting", "trunk")}
 
 
 def sources(folder: str) -> list[Path]:

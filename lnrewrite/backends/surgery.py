@@ -227,7 +227,7 @@ class Surgery:
         weight = self.module.get_parameter(reader.param).detach().double()
         if op.shift is not None:
             moved = torch.tensordot(weight.movedim(reader.axis, -1), self.value(op.shift).to(weight.device), dims=1)
-            self.add_bias(reader, moved)
+            self.add_bias(reader, moved.flatten(1).sum(1) if moved.dim() > 1 else moved)
         if op.scale is not None:
             self.write(reader.param, self.along(weight, reader.axis, self.value(op.scale)))
 

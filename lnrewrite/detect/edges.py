@@ -110,7 +110,8 @@ def read(graph: OpGraph, op: Op, value: str, axis: int) -> Linear | None:
         rank, groups = len(graph[value].shape or ()), op.attrs["groups"]
         depthwise = groups == graph.width(value, axis)
         if groups == 1 or depthwise:
-            return _linear(graph, op, op.inputs[1], -rank if depthwise else 1 - rank, not op.attrs["padded"])
+            exact = not (op.attrs["padded"] or depthwise)
+            return _linear(graph, op, op.inputs[1], -rank if depthwise else 1 - rank, exact)
     return None
 
 
