@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +50,7 @@ def capture_module(
         notes.append("use_cache=False was set: a cache in the outputs cannot be captured")
     if dynamic_shapes is None:
         positional, keywords = _two_rows(positional, keywords)
-    positional, keywords = pytree.tree_map_only(
-        torch.Tensor, torch.Tensor.contiguous, (positional, keywords)
-    )
+    positional, keywords = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (positional, keywords))
     with evaluating(module), quiet():
         if dynamic_shapes is None:
             program, captured = _dynamic(module, names, positional, keywords, notes)
@@ -125,11 +125,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch.export's log lines to itself; what matters comes back as notes and errors."""
+    """Keep what torch.export prints and logs to itself; what matters comes back as notes and errors."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
+    nowhere = io.StringIO()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), redirect_stdout(nowhere), redirect_stderr(nowhere), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)

@@ -155,16 +155,21 @@ class _Detector:
         return None
 
     def axis(self, chain: list[tuple[Join, Link]]) -> int:
-        """Tell which axis of the stream's values is the channels: the one that norms or writers work on."""
+        """Tell which axis of the stream's values is the channels: the one that norms, or else writers, work on."""
+        graph = self.graph
         for join, link in chain:
-            if link.norm and self.graph[self.norms[link.norm].source].shape == self.graph[join.total].shape:
-                return self.norms[link.norm].axis
-            rank = len(self.graph[join.total].shape or ())
-            for axis in dict.fromkeys((-1, 1 - rank)):
+            norms = [self.norms[link.norm]] if link.norm else []
+            norms += [n for branch, _ in join.branches for n in self.entries(join.root, branch)]
+            for norm in norms:
+                one, two = graph[norm.source].shape or (), graph[join.total].shape or ()
+                if len(one) == len(two) and one[norm.axis] == two[norm.axis]:
+                    return norm.axis
+        for join, _ in chain:
+            for axis in dict.fromkeys((-1, 1 - len(graph[join.total].shape or ()))):
                 for branch, _ in join.branches:
-                    region = {o.name for o in self.graph.between(join.root, branch)}
+                    region = {o.name for o in graph.between(join.root, branch)}
                     end = self.exit(join.root, branch)
-                    if writers(self.graph, end.source if end else branch, axis, region).linears:
+                    if writers(graph, end.source if end else branch, axis, region).linears:
                         return axis
         return -1
 
@@ -186,9 +191,19 @@ class _Detector:
         opaque = self.opaque(edges, ends, join, entries, region)
         kind = self.kind(join, branch)
         anchor = Anchor(join.root, branch, add, join.skip, join.total, axis)
-        held = {n for o in region if o not in self.inside for n in graph[o].data if graph[n].kind == "param"}
-        path = common(str(graph[n].attrs["param"]) for n in sorted(held))
+        held = {p for o in region if o not in self.inside for p in self.parameters_of(o)}
+        path = common(sorted(held))
         return Block(path, kind, tuple(sites), reads, writes, group, self.scale(join), opaque, anchor)
+
+    def parameters_of(self, name: str) -> set[str]:
+        """Return the parameters that an op reads, straight or through constant ops such as a split or a transpose."""
+        found, todo = set(), [n for n in self.graph[name].data if n in self.graph.constant]
+        while todo:
+            op = self.graph[todo.pop()]
+            todo += op.data
+            if op.kind == "param":
+                found.add(str(op.attrs["param"]))
+        return found
 
     def scale(self, join: Join) -> float:
         """Return the constant that multiplies the skip on its way from the root, 1.0 for a bare skip."""

@@ -70,6 +70,8 @@ def parameter(graph: OpGraph, name: Operand, axis: int) -> tuple[str, int, bool]
         op = graph[name]
         if op.kind == "param":
             return str(op.attrs["param"]), axis + len(op.shape or ()), whole
+        if len(graph.users[name]) > 1:
+            return None
         if op.kind in CASTS:
             name = op.inputs[0]
         elif op.kind in SHAPE or op.kind == "gather":
