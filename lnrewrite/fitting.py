@@ -68,6 +68,30 @@ def fit(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit:
     return Fit(scale, offset, error, value)
 
 
+def metric(f: Array, weight: Array, steps: int = 200) -> Array:
+    """Choose a [width] > 0 so that the size of a * f varies least over the tokens of f [tokens, width].
+
+    A norm put behind f divides by the size of f; behind a * f, with a gain of c / a, it divides by another size of the
+    same f, and the less that varies, the less the norm changes. Minimises E[w |f|^2 (sum_j q_j f_j^2 / d - m)^2] over
+    q = a^2, m the mean square, pulled to q = 1 by a ridge as strong as the mean eigenvalue: projected gradient steps.
+    Where the size of f is constant, a = 1.
+    """
+    power = (f * f).mean(-1)
+    w = weight * power / max(float((weight * power).sum()), 1e-300)
+    z = f * f / max(float((w * power).sum()) * f.shape[1], 1e-300)
+    gram, goal = (z * w[:, None]).T @ z, (z * w[:, None]).sum(0)
+    ridge = float(np.trace(gram)) / len(gram)
+    q = np.ones(len(gram))
+    top = np.ones(len(gram))
+    for _ in range(30):
+        top = gram @ top
+        top /= max(float(np.linalg.norm(top)), 1e-300)
+    rate = 1 / max(1.05 * float(top @ gram @ top) + ridge, 1e-300)
+    for _ in range(steps):
+        q = np.maximum(q - rate * (gram @ q - goal + ridge * (q - 1)), 0.05)
+    return np.asarray(np.sqrt(q))
+
+
 def careful_eps(eps: float, branch: Array) -> float:
     """Return `eps`, or the power of ten at most a thousandth of the smallest branch's mean square (reference E.2)."""
     floor = float(np.quantile((branch * branch).mean(-1), 0.001)) * 1e-3

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .fitting import Fit, careful_eps, fit, size, spread, unit, usual
+from .fitting import Fit, careful_eps, fit, metric, size, spread, unit, usual
 from .pipeline import Context, Samples
 from .plan import Affine, Edit, FoldReader, Gain, Operation, Refusal, ScaleWriter, SetNorm, Vectors
 from .stream import Block, Kind, Linear, Norm, Site, Stream, Where
@@ -157,8 +157,10 @@ class Walk:
             self.refuse(block, "LN112", "its branch is zero on the calibration data")
             return goal
         if self.turns(block, Where.OUT, on=True):
-            eps = careful_eps(self.eps, seen.branch)
-            found = fit(unit(self.kind, seen.branch, eps), goal, weight, self.beta)
+            even = metric(seen.branch, weight)
+            self.rescale(block, even, None, operations)
+            eps = careful_eps(self.eps, seen.branch * even)
+            found = fit(unit(self.kind, seen.branch * even, eps), goal, weight, self.beta)
             operations.append(
                 SetNorm(Where.OUT, Norm(self.kind, eps), self.vector(found.scale), self.vector(found.shift))
             )
@@ -166,10 +168,10 @@ class Walk:
             operations.append(SetNorm(Where.OUT, None))
             site = block.at(Where.OUT)
             found = fit(self.without(site, seen), goal, weight, bool(site and site.norm.beta))
-            self.rescale(block, found, operations)
+            self.rescale(block, found.scale, found.shift, operations)
         elif self.carried or self.unit:
             found = fit(seen.branch, goal, weight)
-            self.rescale(block, found, operations)
+            self.rescale(block, found.scale, found.shift, operations)
         else:
             return goal
         fits.append(found)
@@ -185,8 +187,9 @@ class Walk:
         gain = self.context.values(norm.gamma) + norm.plus_one if norm.gamma and not norm.computed else 1.0
         return gain * u + (self.context.values(norm.beta) if norm.beta else 0.0)
 
-    def rescale(self, block: Block, found: Fit, operations: list[Operation]) -> None:
-        scale, shift = self.vector(found.scale), self.vector(found.shift)
+    def rescale(self, block: Block, by: Any, plus: Any, operations: list[Operation]) -> None:
+        """Let the branch end in by * f + plus: in its writers where that is whole, else as an operation."""
+        scale, shift = self.vector(by), self.vector(plus)
         alone = len(block.writers) == 1 or shift is None
         if "written by" not in block.opaque and block.writers and alone and _free(block.writers, bool(shift)):
             operations += [ScaleWriter(w, scale, shift) for w in block.writers]

@@ -37,7 +37,8 @@ class Place:
 
     Switching one is exact but for one scalar per token, which a constant (or a gain) replaces::
 
-        out on       f ~ g N(f)              g = E[w f u] / E[w u^2], u = N(f), w = 1 / s(x')^2: readers divide by s
+        out on       f ~ g N(a f)            g = E[w f u] / E[w u^2], u = N(a f), w = 1 / s(x')^2: readers divide by s;
+                     a > 0, per channel, goes into the writers and makes the size of a f vary least over tokens
         in, out off  N(f) ~ c f              c = E[s] / E[s^2] per channel, folded into the readers or the writers
         post on      x' = x + F(N x)  is  p' = N(p + F(p) / s(x)): the trunk norms take over from the in norms, whose
                      gain stays with the readers; the writers are divided by a constant for s(x)
