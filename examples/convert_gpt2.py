@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lnrewrite as lnr
 
 torch.manual_seed(0)
-config = GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=256, n_positions=64)
+config = GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=256, n_positions=64, bos_token_id=0, eos_token_id=0)
 model = GPT2LMHeadModel(config).eval()
 batches = [{"input_ids": torch.randint(0, 256, (4, 32))} for _ in range(8)]  # the first six fit, two measure
 

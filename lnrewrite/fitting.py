@@ -68,6 +68,38 @@ def fit(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit:
     return Fit(scale, offset, error, value)
 
 
+def mix(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit | None:
+    """Fit target ~ scale @ base + shift with a full matrix scale [width, width], or None where that does not pay.
+
+    Ridge regression, judged on a quarter of the tokens that it was not fitted on against the diagonal `fit`: with few
+    tokens, or where size and direction of base have nothing to do with each other, a matrix only fits noise.
+    """
+    last = np.arange(len(base)) % 4 == 3
+    if (~last).sum() < 2 * base.shape[1]:
+        return None
+    matrix, offset = _regress(base[~last], target[~last], weight[~last], shift)
+    plain = fit(base[~last], target[~last], weight[~last], shift)
+    w = weight[last][:, None]
+    here, there = base[last], target[last]
+    dense = float((w * (there - here @ matrix.T - offset) ** 2).sum())
+    constant = 0.0 if plain.shift is None else plain.shift
+    if dense >= 0.95 * float((w * (there - here * plain.scale - constant) ** 2).sum()):
+        return None
+    matrix, offset = _regress(base, target, weight, shift)
+    total = max(float((w * there**2).sum()), 1e-300)
+    return Fit(matrix, offset if shift else None, dense / total, base @ matrix.T + offset)
+
+
+def _regress(base: Array, target: Array, weight: Array, shift: bool) -> tuple[Array, Array]:
+    w = (weight / max(weight.sum(), 1e-300))[:, None]
+    mean_b, mean_t = ((w * base).sum(0), (w * target).sum(0)) if shift else (np.zeros(base.shape[1]),) * 2
+    b, t = base - mean_b, target - mean_t
+    gram = (w * b).T @ b
+    gram += np.eye(len(gram)) * np.trace(gram) / len(gram) * 1e-3
+    matrix = np.linalg.solve(gram, (w * b).T @ t).T
+    return matrix, mean_t - matrix @ mean_b
+
+
 def metric(f: Array, weight: Array, steps: int = 200) -> Array:
     """Choose a [width] > 0 so that the size of a * f varies least over the tokens of f [tokens, width].
 

@@ -26,13 +26,15 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
 
 def write_whole(target: Path, write: Callable[[str], None]) -> None:
     """Write a file beside its place and move it there: whole or not at all, whatever interrupts."""
-    handle, temporary = tempfile.mkstemp(dir=target.absolute().parent, suffix=target.suffix)
-    os.close(handle)
+    temporary = ""
     try:
+        handle, temporary = tempfile.mkstemp(dir=target.absolute().parent, suffix=target.suffix)
+        os.close(handle)
         write(temporary)
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     except OSError as why:
         raise LnrewriteError("LN025", str(target), str(why), "free some room or choose another folder") from why
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)

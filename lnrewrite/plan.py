@@ -40,7 +40,7 @@ class Array(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Point to a vector [channels] that the proposal carries beside its edits, by content (sha256)."""
+    """Point to a vector [channels] or matrix [channels, channels] beside the proposal's edits, by content (sha256)."""
 
     digest: str
 
@@ -73,7 +73,10 @@ class SetNorm:
 
 @dataclass(frozen=True, slots=True)
 class FoldReader:
-    """Let a reader see u instead of scale * u + shift: W <- W diag(scale), c <- c + W_old shift."""
+    """Let a reader see u instead of scale * u + shift: W <- W diag(scale), c <- c + W_old shift.
+
+    A matrix [channels, channels] for scale is a dense fold: the reader saw scale @ u + shift, W <- W scale.
+    """
 
     reader: Linear
     scale: Value | None = None

@@ -1,79 +1,179 @@
-"""Draw what `inspect` sees as a placement map that a person reads at a glance, in at most 100 columns."""
+"""Lay out for people, in at most 100 columns, what commands answer: the placement map, the passes, a comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 100
-BRANCH = {"attention": "attn", "mlp": "mlp", "moe": "moe", "ssm": "ssm", "conv": "conv", "other": "f"}
+BRANCH = {"attention": "attn", "mlp": "mlp", "moe": "moe", "ssm": "ssm", "conv": "conv"}
+ASCII = str.maketrans({"●": "o", "•": "*", "─": "-", "×": "x", "…": "~"})
+_LONG = 24  # blocks of a stream that are shown one by one
+_NAME = 38  # columns that a name may take
+_HEAD = "     in        out     post"  # above the marks of `drawing`
+
+Block = Mapping[str, Any]
 
 
-def placement_map(found: dict[str, Any], every: bool = False) -> str:
-    """Return the map of an `inspect` object: a row per block, alike runs of layers folded unless `every`."""
-    lines = [f"{found['format']}: {found['placement']}"]
-    for stream in found["streams"]:
-        lines += ["", f"stream {stream['name']}, width {stream['width']}, {len(stream['blocks'])} blocks"]
-        if stream["embedding_norm"]:
-            lines.append(f"      embedding norm: {_norm(stream['embedding_norm'])}")
-        lines += list(_rows(stream["blocks"], every))
-        if stream["final_norm"]:
-            lines.append(f"      final norm: {_norm(stream['final_norm'])}")
-    norms = found["norms"]
+def placement_map(found: Mapping[str, Any], every: bool = False) -> str:
+    """Return the map of an `inspect` object: a row per block, runs of alike layers folded unless `every`."""
+    streams, norms = found["streams"], found["norms"]
+    counts = [_count(len(streams), "stream"), _count(sum(len(s["blocks"]) for s in streams), "block")]
     kinds = ", ".join(f"{count} {kind}" for kind, count in norms["kinds"].items())
-    lines += ["", f"{norms['total']} norms ({kinds or 'none'}), {norms['on_stream']} of them on a stream"]
-    if any(b["placement"] for s in found["streams"] for b in s["blocks"]):
-        lines.append("o a norm; x the trunk; in: before the branch, out: after it, post: on the trunk after the sum")
+    counts.append(_count(norms["total"], "norm") + (f" ({kinds}; {norms['on_stream']} on a stream)" if kinds else ""))
+    lines = [f"{found['format']}, {found['placement']}: {', '.join(counts)}"]
+    for stream in streams:
+        lines += ["", *_stream(stream, every)]
+    if any(s["blocks"] for s in streams):
+        lines += ["", "● a norm: before the branch, after it, on the trunk after the sum; • norms inside the branch"]
+    if any(" bare" in line for line in lines):
+        lines.append("bare: without gain and bias, or with a gain of ones and a bias of zeros")
     lines += [f"note: {note}" for note in found.get("notes", ())]
-    lines += [f"{r['code']} {r['site']}: {r['why']}; {r['remedy']}" for r in found["refusals"]]
-    return "\n".join(line[:WIDTH] if not line.startswith(("LN", "note")) else line for line in lines)
+    if found["refusals"]:
+        lines += ["", f"not understood: {len(found['refusals'])}"]
+        lines += [f"  {r['code']} {r['site']}: {r['why']}; {r['remedy']}" for r in found["refusals"]]
+    return "\n".join(wrapped(lines))
 
 
-def _norm(norm: dict[str, Any]) -> str:
-    affine = "".join(f" {word}" for word, key in (("gain", "gamma"), ("bias", "beta")) if norm[key])
-    return f"{norm['kind']} eps={norm['eps']:g}{affine}"
+def drawing(block: Block) -> str:
+    """Draw one block, a mark where a norm is: `x ─●─ attn ─── + ───` reads its stream through one."""
+    held = {norm["where"] for norm in block["norms"]}
+    into, out, post = ("●" if where in held else "─" for where in ("in", "out", "post"))
+    branch = BRANCH.get(block["kind"], "f") + "•" * ("inner" in held)
+    return f"x ─{into}─ {branch:<5} ─{out}─ + ─{post}─"
 
 
-def drawing(block: dict[str, Any]) -> str:
-    """Draw one block: `x -o- attn -o- + -o-`, a circle where a norm is."""
-    held = {n["where"] for n in block["norms"]}
-    before, after, trunk = ("o" if where in held else "-" for where in ("in", "out", "post"))
-    return f"x -{before}- {BRANCH.get(block['kind'], block['kind'])[:4]:^4} -{after}- + -{trunk}-"
+def _stream(stream: Mapping[str, Any], every: bool) -> Iterator[str]:
+    """Yield the rows of one stream: its end norms around its blocks."""
+    blocks = stream["blocks"]
+    rows = [(index, times, last, block) for index, times, last, block in _folded(blocks, every)]
+    names = [_shortened(_spanned(block["name"], last["name"])) for _, _, last, block in rows]
+    wide = max([len(name) for name in names], default=0)
+    yield f"stream {stream['name']}, width {stream['width']}, {_count(len(blocks), 'block')}"
+    yield f"      {'':<{wide}}{_HEAD}"
+    if stream["embedding_norm"]:
+        yield f"      {'embedding':<{wide}}  x ─●─{'':<26}{norm_words(stream['embedding_norm'])}"
+    for (index, times, _, block), name in zip(rows, names, strict=True):
+        words = [_norms(block), *_notes(block, every), *([f"× {times}"] if times > 1 else [])]
+        yield f"{index:4}  {name:<{wide}}  {drawing(block)}  {block['placement']:<6}  {', '.join(filter(None, words))}"
+    if stream["final_norm"]:
+        yield f"      {'final':<{wide}}  x ─●─{'':<26}{norm_words(stream['final_norm'])}"
 
 
-def _rows(blocks: list[dict[str, Any]], every: bool) -> Iterator[str]:
-    numbered = list(enumerate(blocks))
-    for count, run in _folded(numbered, every):
-        for index, block in run:
-            edge = [n for n in block["norms"] if n["where"] != "inner"]
-            kinds = " ".join(dict.fromkeys(f"{n['kind']} {n['eps']:g}" for n in edge)) or "no norm"
-            notes = [f"sum {block['parallel_group']}"] if block["parallel_group"] is not None else []
-            notes += [f"skip x{block['scale']:g}"] if block["scale"] != 1 else []
-            notes += [f"x{count} alike"] if count > 1 and block is run[0][1] else []
-            name = block["name"] if len(block["name"]) <= 38 else "..." + block["name"][-35:]
-            yield f"{index:4}  {drawing(block)}  {block['placement']:<7} {name:<38} {kinds} {' '.join(notes)}".rstrip()
+def norm_words(norm: Mapping[str, Any]) -> str:
+    """Write a norm as `layer 1e-05`, and say where it has no gain."""
+    return f"{norm['kind']} {norm['eps']:g}" + ("" if norm["gamma"] else " bare" if not norm["beta"] else " no gain")
 
 
-def _folded(numbered: list[tuple[int, Any]], every: bool) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
-    """Yield (how often, blocks): runs of the same one or two block shapes are shown once."""
-    keys = [
-        (drawing(b), tuple((n["kind"], n["eps"]) for n in b["norms"]), b["scale"], bool(b["parallel_group"]))
-        for _, b in numbered
-    ]
-    if every or len(numbered) <= 24:
-        yield 1, numbered
-        return
-    pairs = [numbered[i : i + 2] for i in range(0, len(numbered), 2)]
-    for _, same in groupby(pairs, key=lambda pair: tuple(keys[i] for i, _ in pair)):
-        run = list(same)
-        yield len(run), run[0]
+def _norms(block: Block) -> str:
+    """Write the norms at a block's edges, each site apart only where they differ."""
+    edge = [(n["where"], norm_words(n)) for n in block["norms"] if n["where"] != "inner"]
+    alike = dict.fromkeys(words for _, words in edge)
+    return ", ".join(alike if len(alike) < 2 else (f"{where} {words}" for where, words in edge))
 
 
-def report_of_verify(found: dict[str, Any]) -> str:
-    """Return the comparison of two models in words."""
+def _notes(block: Block, every: bool) -> Iterator[str]:
+    if block["parallel_group"] is not None:
+        yield f"parallel {block['parallel_group']}"
+    if block.get("scale", 1) != 1:
+        yield f"skip × {block['scale']:g}"
+    if block.get("opaque"):
+        yield block["opaque"] if every else textwrap.shorten(block["opaque"], 40, placeholder="…")
+
+
+def _folded(blocks: Sequence[Block], every: bool) -> Iterator[tuple[int, int, Block, Block]]:
+    """Yield (index, times, its last repetition, block); a run of alike layers once, its first layer's blocks."""
+    keys = [_key(block) for block in blocks]
+    at = 0
+    while at < len(blocks):
+        period, times = (1, 1) if every or len(blocks) <= _LONG else _run(keys, at)
+        for index in range(at, at + period):
+            yield index, times if index == at else 1, blocks[index + period * (times - 1)], blocks[index]
+        at += period * times
+
+
+def _run(keys: Sequence[object], at: int) -> tuple[int, int]:
+    """Return (blocks of one layer, how often it stands there) for the run from `at` on that covers most."""
+    best = (1, 1)
+    for period in range(1, min(8, (len(keys) - at) // 3) + 1):
+        layer, times = keys[at : at + period], 1
+        while keys[at + period * times : at + period * (times + 1)] == layer:
+            times += 1
+        if times >= 3 and period * times > best[0] * best[1]:
+            best = (period, times)
+    return best
+
+
+def _key(block: Block) -> object:
+    """Return what two blocks have in common that are shown alike: all but numbers in their names."""
+    norms = tuple((n["where"], norm_words(n)) for n in block["norms"])
+    shared = block["parallel_group"] is not None
+    name = re.sub(r"\d+", "0", block["name"])
+    return name, block["kind"], norms, shared, block.get("scale"), block.get("opaque")
+
+
+def _spanned(first: str, last: str) -> str:
+    """Write the names from `h.0.attn` to `h.11.attn` as `h.0…11.attn`."""
+    parts = zip(re.split(r"(\d+)", first), re.split(r"(\d+)", last), strict=False)
+    return "".join(a if a == b else f"{a}…{b}" for a, b in parts)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def wrapped(lines: Iterable[str]) -> Iterator[str]:
+    """Break lines that are wider than the page, continued with an indent; nothing is cut off but one long word."""
+    for line in lines:
+        line = line.rstrip()
+        if len(line) <= WIDTH:
+            yield line
+            continue
+        start = " " * (len(line) - len(line.lstrip()))
+        broken = textwrap.wrap(line.strip(), WIDTH - len(start) - 4, break_on_hyphens=False, replace_whitespace=False)
+        yield start + broken[0]
+        yield from (f"{start}    {rest}" for rest in broken[1:])
+
+
+def catalogue(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the table of passes: name, exactness, whether it looks at data, what it does."""
+    cells = [("pass", "exactness", "data", "does")]
+    cells += [(r["name"], r["exactness"], "yes" if r["needs_data"] else "", r["does"]) for r in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(3)]
+    left = sum(widths) + 6
+    lines = []
+    for name, exactness, data, does in cells:
+        first, *rest = textwrap.wrap(does, max(WIDTH - left, 30)) or [""]
+        cut = zip((name, exactness, data), widths, strict=True)
+        lines.append(("  ".join(f"{cell:<{width}}" for cell, width in cut) + f"  {first}").rstrip())
+        lines += [" " * left + line for line in rest]
+    return "\n".join(lines)
+
+
+def one_pass(row: Mapping[str, Any]) -> str:
+    """Return the page of one pass: its docstring, and its options as a pipeline spells them."""
+    data = ", looks at sample data" if row["needs_data"] else ""
+    options = re.sub(
+        r"Literal\[(.*?)\]", lambda found: re.sub(", *", "|", re.sub("[\"']", "", found[1])), row["options"]
+    )
+    return f"{row['name']} ({row['exactness']}{data})\n\n{row['doc'].rstrip()}\n\nOptions: {options or 'none'}"
+
+
+def comparison(found: Mapping[str, Any]) -> str:
+    """Return the object of `verify` in words."""
     shapes = ", ".join(str(s) for s in found["shapes_tried"])
     return (
         f"{found['verdict']}: max |a - b| = {found['max_abs']:.3g}, relative {found['max_rel']:.3g}, "
         f"cosine {found['cosine']:.9g}\nin {found['dtype']}, on inputs of shape {shapes}"
     )
+
+
+def page(text: str) -> str:
+    """Wrap a page of `explain`, paragraph by paragraph."""
+    return "\n\n".join(textwrap.fill(part, WIDTH) for part in text.split("\n\n"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .fitting import Fit, careful_eps, fit, metric, size, spread, unit, usual
+from .fitting import Fit, careful_eps, fit, metric, mix, size, spread, unit, usual
 from .pipeline import Context, Samples
 from .plan import Affine, Edit, FoldReader, Gain, Operation, Refusal, ScaleWriter, SetNorm, Vectors
 from .stream import Block, Kind, Linear, Norm, Site, Stream, Where
@@ -134,16 +134,19 @@ class Walk:
         self, block: Block, site: Site | None, seen: Samples, operations: list[Operation], fits: list[Fit], shared: bool
     ) -> None:
         """Let the readers see scale * trunk + shift: folded into them where that is whole, else as an operation."""
+        readers = site.readers if site else block.readers
+        whole = not (site.taps if site else "read by" in block.opaque) and _free(readers, self.beta)
         if self.unit and site and site.norm.kind is self.kind and not site.norm.computed:
             n = site.norm
             scale: Any = Gain(n.gamma, n.plus_one) if n.gamma else None
             shift: Any = Gain(n.beta) if n.beta else None
         else:
-            found = fit(self.trunk, seen.read, usual(self.trunk) * usual(seen.read), self.beta)
+            weight = usual(self.trunk) * usual(seen.read)
+            found = fit(self.trunk, seen.read, weight, self.beta)
+            if whole and (dense := mix(self.trunk, seen.read, weight, self.beta)):
+                found = dense
             fits.append(found)
             scale, shift = self.vector(found.scale), self.vector(found.shift)
-        readers = site.readers if site else block.readers
-        whole = not (site.taps if site else "read by" in block.opaque) and _free(readers, bool(shift))
         if whole:
             operations += [] if shared else [FoldReader(r, scale, shift) for r in readers]
         elif scale or shift:

@@ -229,7 +229,7 @@ class Surgery:
             moved = torch.tensordot(weight.movedim(reader.axis, -1), self.value(op.shift).to(weight.device), dims=1)
             self.add_bias(reader, moved.flatten(1).sum(1) if moved.dim() > 1 else moved)
         if op.scale is not None:
-            self.write(reader.param, self.along(weight, reader.axis, self.value(op.scale)))
+            self.write(reader.param, self.seen_through(weight, reader.axis, self.value(op.scale)))
 
     def add_bias(self, reader: Linear, shift: torch.Tensor) -> None:
         """Add to a linear's bias [out], which is made where there is none."""
@@ -260,6 +260,13 @@ class Surgery:
             self.add_bias(writer, self.value(op.shift))
 
     # ---- parameters and nodes ----
+
+    @classmethod
+    def seen_through(cls, weight: torch.Tensor, axis: int, scale: torch.Tensor) -> torch.Tensor:
+        """Return W diag(scale), or W scale for a matrix, along the axis that is contracted."""
+        if scale.dim() < 2:
+            return cls.along(weight, axis, scale)
+        return torch.tensordot(weight.movedim(axis, -1), scale.to(weight.device), dims=1).movedim(-1, axis)
 
     @staticmethod
     def along(weight: torch.Tensor, axis: int, scale: torch.Tensor) -> torch.Tensor:

@@ -196,8 +196,9 @@ class _Detector:
         return Block(path, kind, tuple(sites), reads, writes, group, self.scale(join), opaque, anchor)
 
     def parameters_of(self, name: str) -> set[str]:
-        """Return the parameters that an op reads, straight or through constant ops such as a split or a transpose."""
-        found, todo = set(), [n for n in self.graph[name].data if n in self.graph.constant]
+        """Return the weights of a linear op, straight or through constant ops such as a split or a transpose."""
+        op = self.graph[name]
+        found, todo = set(), [n for n in op.data if n in self.graph.constant and op.kind in WEIGHTED]
         while todo:
             op = self.graph[todo.pop()]
             todo += op.data

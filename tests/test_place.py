@@ -1,0 +1,397 @@
+"""What `place` must hold on real graphs: full conversion of many architectures, exactness where it is exact, refusals.
+
+The walk's algebra is tested on the reference machine elsewhere; here programs are captured, converted, run, trained
+and captured afresh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import lnrewrite as lnr
+import nets
+import zoo
+from lnrewrite import demo
+from lnrewrite.verifying import drift
+
+TARGETS = ("pre", "post", "peri", "output", "none")
+Batch = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def place(program: Any, to: str, batches: Sequence[Any] | None = None, **more: Any) -> Any:
+    """Convert, with `norm` and `blocks` as options of the pass and the rest handed to run."""
+    options = "".join(f" {k}={more.pop(k)}" for k in ("norm", "blocks") if k in more)
+    return lnr.Pipeline.parse(f"place{{to={to}{options}}}").run(program, batches, **more)
+
+
+def named(module: nn.Module, args: Sequence[Tensor]) -> Batch:
+    """Return positional inputs by the names that the forward has for them."""
+    code = type(module).forward.__code__
+    return dict(zip(code.co_varnames[1:], args, strict=False))
+
+
+def build(name: str) -> tuple[nn.Module, Batch]:
+    """Return a model of either zoo with random gains and biases, and its inputs by name."""
+    if name in zoo.ZOO:
+        return zoo.build(name)
+    module, args = nets.NETS[name].build()
+    return module, named(module, args)
+
+
+def others(like: Mapping[str, Tensor], count: int = 4, seed: int = 1) -> list[Batch]:
+    """Return batches like `like`, twice as many rows: ids drawn from all but the padding, floats from a normal."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(t: Tensor) -> Tensor:
+        shape = (2 * t.shape[0], *t.shape[1:])
+        if t.is_floating_point():
+            return torch.randn(shape, generator=g).to(t.dtype)
+        return torch.randint(1, int(t.max()) + 1, shape, generator=g)
+
+    return [{k: draw(t) for k, t in like.items()} for _ in range(count)]
+
+
+def floats(out: Any) -> list[Tensor]:
+    """Return the floating point tensors of a model's outputs."""
+    return [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def run(module: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """Run a module without gradients and return its floating point outputs."""
+    with torch.no_grad():
+        return floats(module(**batch))
+
+
+def away(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Return the largest |a - b| over all outputs, relative to the largest |a|."""
+    return max(((x - y).abs().max() / x.abs().max()).item() for x, y in zip(a, b, strict=True))
+
+
+def gradients(module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that a random linear loss reaches, with their gradients."""
+    module.zero_grad()
+    g = torch.Generator().manual_seed(3)
+    sum((t * torch.randn(t.shape, generator=g)).sum() for t in floats(module(**batch))).backward()  # type: ignore[union-attr]
+    return {n: p.grad for n, p in module.named_parameters(remove_duplicate=False) if p.grad is not None}
+
+
+def resized(batch: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, str]]) -> Batch:
+    """Add one row and drop one token along the axes that are dynamic."""
+
+    def other(t: Tensor, dynamic: Mapping[int, str]) -> Tensor:
+        t = torch.cat([t, t[:1]]) if 0 in dynamic else t
+        return t[:, :-1] if 1 in dynamic else t
+
+    return {k: other(t, axes.get(k, {})) for k, t in batch.items()}
+
+
+# ---- many architectures, five targets ----
+
+ARCHITECTURES = (
+    "gpt2", "llama", "opt", "bert", "albert", "gemma2", "olmo2", "gpt_neox", "t5", "bart", "vit", "mixtral",
+    "parallel, two norms", "hybrid", "layer scale", "deepnorm", "encoder-decoder, post", "norm in the branch alone",
+)  # fmt: skip
+LEFT_OUT = {("norm in the branch alone", "none"): "LN110"}  # everything else converts in full
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture(name: str) -> None:
+    module, batch = build(name)
+    program = lnr.capture(module, kwargs=batch)
+    truth = [b.placement for b in program.network.blocks]
+    before, graded, data = run(program.module(), batch), gradients(program.module(), batch), others(batch)
+    moved = [to for to in TARGETS if set(truth) != {to}]
+    assert len(moved) >= 4
+    for to in moved:
+        if code := LEFT_OUT.get((name, to)):
+            with pytest.raises(lnr.Refused) as refused:
+                place(program, to, data)
+            assert {row["code"] for row in refused.value.refusals} == {code}
+            continue
+        result = place(program, to, data)
+        new = result.program.module()
+        report = result.report
+        assert not report.refusals and report.edits > 0 and report.placement_after == to
+
+        # a fresh capture of what came out says the same (static shapes: half of the time)
+        again = lnr.capture(new, kwargs=batch, dynamic_shapes=dict.fromkeys(batch)).network
+        assert [b.placement for b in again.blocks] == [to] * len(truth)
+        assert [len(s.blocks) for s in again.streams] == [len(s.blocks) for s in program.network.streams]
+
+        # changed, and not beyond recognition
+        after = run(new, batch)
+        assert all(torch.isfinite(t).all() for t in after)
+        assert [t.shape for t in after] == [t.shape for t in before]
+        assert away(before, after) > 1e-5
+        assert 1e-5 < report.drift["relative_error"] < 0.8
+
+        # every parameter that could be trained can be, and every new one
+        grads = gradients(new, batch)
+        ungraded = {n for n, _ in program.module().named_parameters(remove_duplicate=False)} - graded.keys()
+        wanted = {n for n, _ in new.named_parameters(remove_duplicate=False)} - ungraded
+        assert wanted <= grads.keys()
+        assert all(torch.isfinite(g).all() for g in grads.values())
+        assert all(grads[n].any() for n in wanted - graded.keys())
+
+        # other sizes where the original ran at other sizes
+        axes = program.dynamic_axes()
+        assert result.program.dynamic_axes() == axes and any(axes.values())
+        more = resized(batch, axes)
+        assert away(run(new, {k: t[:2] for k, t in more.items()}), [t[:2] for t in run(new, more)]) < 1e-4
+    untouched = run(program.module(), batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, untouched, strict=True))
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_program_that_changes_per_block_ends_in_one_placement(to: str) -> None:
+    module, args = nets.NETS["mixed (Mix-LN)"].build()
+    result = place(lnr.capture(module, args), to)
+    assert {b.placement.value for b in result.program.network.blocks} == {to}
+
+
+def test_a_zero_row_of_the_embedding_gives_no_nan_and_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    module, batch = zoo.build("llama")
+    assert not module.model.embed_tokens.weight[0].any()  # its padding_idx
+    data = others(batch)
+    data[0]["input_ids"][0, 0] = 0
+    result = place(lnr.capture(module, kwargs=batch), "post", data)
+    assert all(s.error is None or s.error == s.error for s in result.report.sites)
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+
+
+# ---- exact where it is exact ----
+
+
+def constant(name: str, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Return a net of constant branch RMS; in float64 with norms that do not cast and maps that are orthogonal."""
+    module, args = nets.NETS[name].build()
+    if dtype == torch.float32:
+        return module, args
+    for residual in module.layers:
+        assert isinstance(residual.branch, nets.Constant)
+        if residual.branch.out is not None:
+            v = torch.randn(nets.WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            v -= v.mean()
+            reflection = torch.eye(nets.WIDTH, dtype=torch.float64) - 2 * torch.outer(v, v) / (v @ v)
+            residual.branch.out = nn.Parameter(reflection)
+        if not isinstance(residual.inn, nn.LayerNorm):
+            residual.inn = nn.RMSNorm(nets.WIDTH, 1e-6)
+    module.final = nn.LayerNorm(nets.WIDTH)
+    return nets.randomise(module, 1).double(), args
+
+
+CONSTANT = [n for n in nets.NETS if n.startswith("constant")]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-9)], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", CONSTANT)
+def test_branches_of_constant_rms_convert_without_error(name: str, dtype: torch.dtype, bound: float) -> None:
+    module, args = constant(name, dtype)
+    batch = named(module, args)
+    program = lnr.capture(module, kwargs=batch)
+    peri = place(program, "peri").program
+    back = place(peri, "pre").program
+    assert [p.network.placement for p in (program, peri, back)] == ["pre", "peri", "pre"]
+    want = run(program.module(), batch)
+    assert away(want, run(peri.module(), batch)) < bound
+    assert away(want, run(back.module(), batch)) < bound
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("pre", "pre"), ("post", "post"), ("peri", "peri"), ("output", "output"), ("none", "none"), ("gpt2", "pre"),
+     ("bert", "post"), ("gemma2", "peri"), ("olmo2", "output"), ("encoder-decoder, pre", "pre")],
+)  # fmt: skip
+def test_the_placement_that_a_model_has_is_left_alone(name: str, to: str) -> None:
+    module, batch = build(name)
+    program = lnr.capture(module, kwargs=batch)
+    result = place(program, to)
+    assert result.report.edits == 0 and not result.report.refusals and result.report.drift is None
+    assert {row.site for row in result.report.not_applicable} >= {b.name for b in program.network.blocks}
+    pairs = zip(run(program.module(), batch), run(result.program.module(), batch), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert str(result.program.stream) == str(program.stream)
+
+
+@pytest.mark.parametrize("name", ["pre", "pre rms", "opt", "llama", "gpt2"])
+def test_there_and_back_gives_the_picture_back(name: str) -> None:
+    module, batch = build(name)
+    program = lnr.Pipeline.parse("canonicalize").run(lnr.capture(module, kwargs=batch)).program
+    back = lnr.Pipeline.parse("place{to=peri},place{to=pre}").run(program, others(batch)).program
+    assert str(back.stream) == str(program.stream)
+
+
+# ---- calibrated against naive, on trained weights ----
+
+
+class Naive(nn.Module):
+    """Run demo:tinygpt with norms moved by hand: unit gains put in, gains and biases taken out with their norm."""
+
+    def __init__(self, model: Any, to: str) -> None:
+        super().__init__()
+        self.model, self.to = model, to
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        m = self.model
+        x = m.tok(input_ids) + m.pos(torch.arange(input_ids.shape[1]))
+        for norm, branch in chain(*(((b.norm1, b.attn), (b.norm2, b.mlp)) for b in m.blocks)):
+            added = branch(norm(x) if self.to == "peri" else x)
+            x = x + (nn.functional.layer_norm(added, x.shape[-1:]) if self.to in ("peri", "output") else added)
+        return m.head(m.norm(x))
+
+
+@functools.cache
+def tinygpt() -> tuple[nn.Module, Any, list[Batch], list[Batch]]:
+    """Return the demo model, its program, calibration batches and held-out ones."""
+    model, data = demo.load("tinygpt"), demo.calibration(batches=8)
+    ids = torch.tensor(list(demo.heldout_text()[: 24 * 128])).reshape(-1, 128)
+    return model, lnr.capture(model, kwargs=data[0]), data, [{"input_ids": rows} for rows in ids.split(8)]
+
+
+def moved_by(module: nn.Module) -> float:
+    """Return the relative error of a converted demo model's logits on held-out text."""
+    model, _, _, text = tinygpt()
+    return float(drift(model, module, text, True)["relative_error"])
+
+
+@pytest.mark.parametrize("to", ["peri", "output", "none"])
+def test_calibrated_drift_is_at_most_half_of_naive_drift(to: str) -> None:
+    model, program, data, _ = tinygpt()
+    assert moved_by(place(program, to, data).program.module()) <= 0.5 * moved_by(Naive(model, to))
+
+
+def test_fitted_gains_are_what_makes_the_difference() -> None:
+    _, program, data, _ = tinygpt()
+    result = place(program, "peri", data)
+    fitted = moved_by(result.program.module())
+    new = {n for n, _ in result.program.module().named_parameters()} - {
+        n for n, _ in program.module().named_parameters()
+    }
+    with torch.no_grad():
+        for name in new:
+            result.program.module().get_parameter(name).fill_(0.0 if name.endswith("bias") else 1.0)
+    assert len(new) >= 12 and fitted <= 0.5 * moved_by(result.program.module())
+
+
+@pytest.mark.parametrize("to", ["peri", "none"])
+def test_shuffled_calibration_is_worse_than_true(to: str) -> None:
+    _, program, data, _ = tinygpt()
+    g = torch.Generator().manual_seed(0)
+
+    def shuffle(ids: Tensor) -> Tensor:
+        return ids.flatten()[torch.randperm(ids.numel(), generator=g)].reshape(ids.shape)
+
+    shuffled = [{k: shuffle(t) for k, t in batch.items()} for batch in data]
+    true, false = (place(program, to, d).program.module() for d in (data, shuffled))
+    text = demo.heldout_text()
+    assert demo.loss(true, text, limit=24000) < demo.loss(false, text, limit=24000)
+    assert moved_by(true) < moved_by(false)
+
+
+# ---- refusals ----
+
+
+class Batched(nn.Module):
+    """Norm channels that come last by statistics of the batch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+def batch_normed() -> nn.Module:
+    return nets.Net(*(nets.Residual(nets.Mlp(), inn=Batched) for _ in range(3)), final=nets.layer)
+
+
+def dead() -> nn.Module:
+    module = nets.pre()
+    nn.init.zeros_(module.layers[1].branch.down.weight)
+    nn.init.zeros_(module.layers[1].branch.down.bias)
+    return module
+
+
+def parallel() -> nn.Module:
+    return nets.NETS["parallel, two norms"].build()[0]
+
+
+Refusing = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], str, dict[str, str], set[str]]
+IDS = nets.NETS["pre"].inputs
+REFUSED: dict[str, Refusing] = {
+    "no residuals": (nets.Plain, nets._floats, "peri", {}, {"LN201"}),
+    "channels first": (nets.NETS["norm over axis 1"].make, nets._pixels, "post", {}, {"LN110"}),
+    "channels first, in the branch": (nets.NETS["convnext"].make, nets._pixels, "pre", {}, {"LN110"}),
+    "batch norm": (batch_normed, IDS, "none", {}, {"LN111"}),
+    "dead branch": (dead, IDS, "peri", {}, {"LN112"}),
+    "half of a sum": (parallel, IDS, "post", {"blocks": "0"}, {"LN113"}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_change_nothing_and_are_listed_when_partial(case: str) -> None:
+    make, inputs, to, options, codes = REFUSED[case]
+    torch.manual_seed(0)
+    module = make().eval()
+    batch = named(module, inputs())
+    program = lnr.capture(module, kwargs=batch)
+    before, text = run(program.module(), batch), str(program.stream)
+    state = {n: p.detach().clone() for n, p in program.module().named_parameters()}
+
+    with pytest.raises(lnr.Refused) as refused:
+        place(program, to, **options)
+    rows = refused.value.refusals
+    assert {row["code"] for row in rows} & codes and all(row["why"] and row["remedy"] for row in rows)
+    assert all(row["code"] in codes | {"LN113"} for row in rows)
+    assert str(program.stream) == text
+    assert all(torch.equal(p, state[n]) for n, p in program.module().named_parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, run(program.module(), batch), strict=True))
+
+    result = place(program, to, partial=True, **options)
+    assert {r.code for r in result.report.refusals} & codes
+    after = run(result.program.module(), batch)
+    assert all(torch.isfinite(t).all() for t in after)
+    sites = {r.site for r in result.report.refusals}
+    old = {b.name: b.placement for b in program.network.blocks}
+    for block in result.program.network.blocks:
+        assert block.placement == (old[block.name] if block.name in sites or options else to)
+    if result.report.edits == 0:
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_dead_branch_does_not_keep_the_others_from_peri() -> None:
+    torch.manual_seed(0)
+    program = lnr.capture(dead().eval(), IDS())
+    result = place(program, "peri", partial=True)
+    assert [b.placement.value for b in result.program.network.blocks] == ["peri", "pre", "peri", "peri"]
+
+
+# ---- low precision ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["pre", "post", "gpt2"])
+def test_low_precision_converts_to_finite_outputs(name: str, dtype: torch.dtype) -> None:
+    module, batch = build(name)
+    program = lnr.capture(module.to(dtype), kwargs=batch)
+    for to in ("peri", "post" if name != "post" else "pre", "none"):
+        result = place(program, to)
+        out = run(result.program.module(), batch)
+        assert out[0].dtype is dtype and all(torch.isfinite(t).all() for t in out)
+        assert {p.dtype for p in result.program.module().parameters()} == {dtype}
+        assert result.report.drift["relative_error"] < 1
