@@ -25,16 +25,14 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
 
 
 def write_whole(target: Path, write: Callable[[str], None]) -> None:
-    """Write a file beside its place and move it there: whole or not at all, whatever interrupts."""
-    temporary = ""
+    """Write a file beside its place and move it there: whole or not at all, whatever interrupts.
+
+    The file is written under one name always, since archives keep the name that they were written under.
+    """
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.absolute().parent, suffix=target.suffix)
-        os.close(handle)
-        write(temporary)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
+        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".lnrewrite-") as folder:
+            whole = os.path.join(folder, f"model{target.suffix}")
+            write(whole)
+            os.replace(whole, target)
     except OSError as why:
         raise LnrewriteError("LN025", str(target), str(why), "free some room or choose another folder") from why
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from . import calibration, text
-from .backends.capture import Capture, capture_module, export_again, from_program
+from .backends.capture import Capture, capture_module, export_again, from_program, quiet
 from .backends.captured import CapturedModule, with_plain_outputs
 from .backends.lift import lift
 from .backends.surgery import Surgery
@@ -132,7 +132,8 @@ class Program:
 
     def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str) -> tuple[Self, int]:
         """Carry edits out on a copy; return it and how many edits left a trace in its picture, graph or parameters."""
-        module = copy.deepcopy(self._capture.module)
+        with quiet():
+            module = copy.deepcopy(self._capture.module)
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
         surgery = Surgery(module, self.graph, vectors)
         used = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
@@ -153,8 +154,12 @@ class Program:
         written, or exists and `force` is false.
         """
         target = check_output(path, force)
-        module = with_plain_outputs(copy.deepcopy(self._capture.module).eval())
+        with quiet():
+            module = with_plain_outputs(copy.deepcopy(self._capture.module).eval())
         program = export_again(module, self._capture.args, self._capture.kwargs)
+        for graph in (m.graph for m in program.graph_module.modules() if hasattr(m, "graph")):
+            for node in graph.nodes:
+                node.meta.pop("from_node", None)  # holds ids of this process: the same model shall give the same bytes
         write_whole(target, lambda temporary: torch.export.save(program, temporary))
 
 

@@ -217,14 +217,14 @@ class Walk:
             self.normalise()
         elif self.turns(block, Where.POST, on=False) and site and not last:
             operations.append(SetNorm(Where.POST, None))
-            self.ratio = np.maximum(spread(site.norm.kind, self.trunk), 1e-300)
+            self.ratio = np.sqrt(spread(site.norm.kind, self.trunk) ** 2 + max(site.norm.eps, 1e-12))
             self.carried = site.norm
         elif site:
             self.trunk = self.value(site.norm, unit(site.norm.kind, self.trunk, site.norm.eps))
             self.ratio = np.ones(len(self.trunk))
 
     def normalise(self) -> None:
-        self.ratio = self.ratio / np.maximum(spread(self.kind, self.trunk), 1e-300)
+        self.ratio = self.ratio / np.sqrt(spread(self.kind, self.trunk) ** 2 + self.eps)
         self.trunk = unit(self.kind, self.trunk, self.eps)
         self.unit = True
 

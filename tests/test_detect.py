@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from nets import DECOYS, NETS, REFUSED, Case
 
 import lnrewrite as lnr
 from lnrewrite.stream import Network
+from nets import DECOYS, NETS, REFUSED, Case
 
 
 def seen(case: Case) -> Network:
@@ -20,7 +20,8 @@ def placements(network: Network) -> list[str]:
     for stream in network.streams:
         for block in stream.blocks:
             group = block.parallel_group
-            found[stream.name, block.name if group is None else group] = "parallel" if group is not None else block.placement
+            alone = group is None
+            found[stream.name, block.name if alone else group] = block.placement if alone else "parallel"
     return list(found.values())
 
 

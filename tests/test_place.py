@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -24,6 +25,13 @@ from lnrewrite.verifying import drift
 
 TARGETS = ("pre", "post", "peri", "output", "none")
 Batch = dict[str, Tensor]
+SHALLOW: dict[str, dict[str, int]] = {  # slow to export: one layer shows what two would
+    "gemma2": {"num_hidden_layers": 1},
+    "olmo2": {"num_hidden_layers": 1},
+    "mixtral": {"num_hidden_layers": 1},
+    "t5": {"num_layers": 1, "num_decoder_layers": 1},
+    "bart": {"encoder_layers": 1, "decoder_layers": 1},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +53,12 @@ def named(module: nn.Module, args: Sequence[Tensor]) -> Batch:
 
 def build(name: str) -> tuple[nn.Module, Batch]:
     """Return a model of either zoo with random gains and biases, and its inputs by name."""
+    if name in SHALLOW:
+        entry = zoo.ZOO[name]
+        kind = getattr(transformers, entry.model)
+        torch.manual_seed(0)
+        model = kind(zoo.shrunk(kind.config_class, {**entry.config, **SHALLOW[name]}))
+        return nets.randomise(model).eval(), zoo.inputs(entry.inputs)
     if name in zoo.ZOO:
         return zoo.build(name)
     module, args = nets.NETS[name].build()
@@ -86,6 +100,13 @@ def gradients(module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tenso
     g = torch.Generator().manual_seed(3)
     sum((t * torch.randn(t.shape, generator=g)).sum() for t in floats(module(**batch))).backward()  # type: ignore[union-attr]
     return {n: p.grad for n, p in module.named_parameters(remove_duplicate=False) if p.grad is not None}
+
+
+def tied(module: nn.Module) -> set[str]:
+    """Return the names of parameters that have several."""
+    found = list(module.named_parameters(remove_duplicate=False))
+    ids = [id(p) for _, p in found]
+    return {n for n, p in found if ids.count(id(p)) > 1}
 
 
 def resized(batch: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, str]]) -> Batch:
@@ -147,6 +168,10 @@ def test_architecture(name: str) -> None:
         assert all(torch.isfinite(g).all() for g in grads.values())
         assert all(grads[n].any() for n in wanted - graded.keys())
 
+        # nothing but the norms taken away lost its name
+        lost = graded.keys() - grads.keys() - tied(program.module())  # ties have a test of their own
+        assert len(lost) <= 2 * len(truth) and all(graded[n].dim() == 1 for n in lost)
+
         # other sizes where the original ran at other sizes
         axes = program.dynamic_axes()
         assert result.program.dynamic_axes() == axes and any(axes.values())
@@ -161,6 +186,17 @@ def test_a_program_that_changes_per_block_ends_in_one_placement(to: str) -> None
     module, args = nets.NETS["mixed (Mix-LN)"].build()
     result = place(lnr.capture(module, args), to)
     assert {b.placement.value for b in result.program.network.blocks} == {to}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_tied_parameters_keep_both_names(name: str) -> None:
+    module, batch = build(name)
+    program = lnr.capture(module, kwargs=batch)
+    new = place(program, "peri").program.module()
+    old = dict(program.module().named_parameters(remove_duplicate=False))
+    kept = dict(new.named_parameters(remove_duplicate=False))
+    assert old.keys() <= kept.keys()
+    assert len({id(kept[n]) for n in tied(program.module())}) == 1
 
 
 def test_a_zero_row_of_the_embedding_gives_no_nan_and_no_warning(recwarn: pytest.WarningsRecorder) -> None:
@@ -227,7 +263,7 @@ def test_the_placement_that_a_model_has_is_left_alone(name: str, to: str) -> Non
     assert str(result.program.stream) == str(program.stream)
 
 
-@pytest.mark.parametrize("name", ["pre", "pre rms", "opt", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["pre", "pre rms", "llama", "opt", "gpt2"])
 def test_there_and_back_gives_the_picture_back(name: str) -> None:
     module, batch = build(name)
     program = lnr.Pipeline.parse("canonicalize").run(lnr.capture(module, kwargs=batch)).program
@@ -257,8 +293,8 @@ class Naive(nn.Module):
 @functools.cache
 def tinygpt() -> tuple[nn.Module, Any, list[Batch], list[Batch]]:
     """Return the demo model, its program, calibration batches and held-out ones."""
-    model, data = demo.load("tinygpt"), demo.calibration(batches=8)
-    ids = torch.tensor(list(demo.heldout_text()[: 24 * 128])).reshape(-1, 128)
+    model, data = demo.load("tinygpt"), demo.calibration(batches=4)
+    ids = torch.tensor(list(demo.heldout_text()[: 16 * 128])).reshape(-1, 128)
     return model, lnr.capture(model, kwargs=data[0]), data, [{"input_ids": rows} for rows in ids.split(8)]
 
 
@@ -268,38 +304,34 @@ def moved_by(module: nn.Module) -> float:
     return float(drift(model, module, text, True)["relative_error"])
 
 
-@pytest.mark.parametrize("to", ["peri", "output", "none"])
-def test_calibrated_drift_is_at_most_half_of_naive_drift(to: str) -> None:
-    model, program, data, _ = tinygpt()
-    assert moved_by(place(program, to, data).program.module()) <= 0.5 * moved_by(Naive(model, to))
-
-
-def test_fitted_gains_are_what_makes_the_difference() -> None:
-    _, program, data, _ = tinygpt()
-    result = place(program, "peri", data)
-    fitted = moved_by(result.program.module())
-    new = {n for n, _ in result.program.module().named_parameters()} - {
-        n for n, _ in program.module().named_parameters()
-    }
-    with torch.no_grad():
-        for name in new:
-            result.program.module().get_parameter(name).fill_(0.0 if name.endswith("bias") else 1.0)
-    assert len(new) >= 12 and fitted <= 0.5 * moved_by(result.program.module())
-
-
-@pytest.mark.parametrize("to", ["peri", "none"])
-def test_shuffled_calibration_is_worse_than_true(to: str) -> None:
-    _, program, data, _ = tinygpt()
+def shuffled(batches: list[Batch]) -> list[Batch]:
+    """Return the same tokens at random places."""
     g = torch.Generator().manual_seed(0)
+    return [
+        {k: t.flatten()[torch.randperm(t.numel(), generator=g)].reshape(t.shape)} for b in batches for k, t in b.items()
+    ]
 
-    def shuffle(ids: Tensor) -> Tensor:
-        return ids.flatten()[torch.randperm(ids.numel(), generator=g)].reshape(ids.shape)
 
-    shuffled = [{k: shuffle(t) for k, t in batch.items()} for batch in data]
-    true, false = (place(program, to, d).program.module() for d in (data, shuffled))
-    text = demo.heldout_text()
-    assert demo.loss(true, text, limit=24000) < demo.loss(false, text, limit=24000)
-    assert moved_by(true) < moved_by(false)
+@pytest.mark.parametrize("to", ["peri", "output", "none"])
+def test_calibration_halves_the_naive_drift_and_needs_true_text(to: str) -> None:
+    model, program, data, _ = tinygpt()
+    result = place(program, to, data)
+    module = result.program.module()
+    fitted = moved_by(module)
+    assert fitted <= 0.5 * moved_by(Naive(model, to))
+    if to != "output":
+        scrambled = place(program, to, shuffled(data)).program.module()
+        text = demo.heldout_text()
+        assert fitted < moved_by(scrambled)
+        assert demo.loss(module, text, limit=48000) < demo.loss(scrambled, text, limit=48000)
+    if to != "none":  # the same conversion with its fitted gains set to one
+        old = {n for n, _ in program.module().named_parameters()}
+        new = [(n, p) for n, p in module.named_parameters() if n not in old]
+        assert len(new) >= len(program.network.blocks)
+        with torch.no_grad():
+            for name, parameter in new:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        assert fitted <= 0.5 * moved_by(module)
 
 
 # ---- refusals ----

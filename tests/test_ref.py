@@ -23,7 +23,7 @@ from lnrewrite.plan import (
 )
 from lnrewrite.ref import Floats, Machine, apply, fit, invent, normalize, sums
 from lnrewrite.stream import Kind, Linear, Norm, Stream, Where
-from lnrewrite.text import parse, render_stream
+from lnrewrite.text import parse
 from strategies import machines
 
 # ---- running: one straight forward pass for each placement ----

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_detect import placements
-from zoo import ZOO, build
 
 import lnrewrite as lnr
+from test_detect import placements
+from zoo import ZOO, build
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import transformers
-from nets import randomise
 from torch import Tensor, nn
+
+from nets import randomise
 
 VOCAB, TOKENS = 61, 8
 
@@ -79,7 +80,6 @@ ZOO: dict[str, Entry] = {
     "granite": e("GraniteForCausalLM", "pre*4", "rms", final=True, residual_multiplier=0.22, embedding_multiplier=12.0),
     "helium": e("HeliumForCausalLM", "pre*4", "rms", final=True),
     "phi3": e("Phi3ForCausalLM", "pre*4", "rms", final=True),
-    "minicpm3": e("MiniCPM3ForCausalLM", "pre*4", "rms", final=True, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),  # fmt: skip
     "bitnet": e("BitNetForCausalLM", "pre*4", "rms", final=True),
     "olmo": e("OlmoForCausalLM", "pre*4", final=True),
     "stablelm": e("StableLmForCausalLM", "pre*4", final=True),
@@ -101,7 +101,6 @@ ZOO: dict[str, Entry] = {
     "opt.post": e("OPTForCausalLM", "post*4", final=False, do_layer_norm_before=False),
     "roberta_prelayernorm": e("RobertaPreLayerNormModel", "pre*4", final=True),
     "esm": e("EsmModel", "pre*4", final=True, position_embedding_type="rotary"),
-    "nystromformer": e("NystromformerModel", "pre*4", num_landmarks=2, segment_means_seq_len=8),
     # peri, output, mixed
     "gemma2": e("Gemma2ForCausalLM", "peri*4", "rms", final=True),
     "gemma3": e("Gemma3ForCausalLM", "peri*4", "rms", final=True),
@@ -125,7 +124,6 @@ ZOO: dict[str, Entry] = {
     "olmoe": e("OlmoeForCausalLM", "pre*4", "rms", final=True),
     "gpt_oss": e("GptOssForCausalLM", "pre*4", "rms", final=True),
     "granitemoe": e("GraniteMoeForCausalLM", "pre*4", "rms", final=True),
-    "deepseek_v3": e("DeepseekV3ForCausalLM", "pre*4", "rms", final=True, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_group=2, topk_group=1, first_k_dense_replace=1),  # fmt: skip
     # state spaces and other mixers
     "mamba": e("MambaForCausalLM", "pre*2", "rms", final=True, state_size=4),
     "falcon_mamba": e("FalconMambaForCausalLM", "pre*2", "rms", final=True, state_size=4),
@@ -146,11 +144,9 @@ ZOO: dict[str, Entry] = {
     "beit": e("BeitModel", "pre*4", inputs="image"),
     "dinov2": e("Dinov2Model", "pre*4", final=True, inputs="image"),
     "videomae": e("VideoMAEModel", "pre*4", inputs="video", num_frames=2, tubelet_size=2),
-    "swin": e("SwinModel", "pre*4", streams=2, inputs="image", embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=2),  # fmt: skip
-    "swinv2": e("Swinv2Model", "output*4", streams=2, inputs="image", embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=2),  # fmt: skip
     "convnext": e("ConvNextModel", "inner*2", streams=2, inputs="image", depths=[1, 1], hidden_sizes=[16, 32], num_stages=2, patch_size=2),  # fmt: skip
     "clip": e("CLIPModel", "pre*8", streams=2, final=True, inputs="clip"),
-    "siglip": e("SiglipModel", "pre*8", streams=2, final=True, inputs="clip"),
+    "siglip": e("SiglipModel", "pre*9", streams=3, final=True, inputs="clip"),
     "ast": e("ASTModel", "pre*4", final=True, inputs="spectrogram", max_length=16, num_mel_bins=16, frequency_stride=4, time_stride=4),  # fmt: skip
     "wav2vec2": e("Wav2Vec2Model", "post*5", final=False, inputs="wave"),
     "hubert.stable": e("HubertModel", "none pre*4", final=True, inputs="wave", do_stable_layer_norm=True, feat_extract_norm="layer"),  # fmt: skip

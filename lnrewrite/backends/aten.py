@@ -72,6 +72,10 @@ def _batch_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
     return "batch_norm", (x, w, b), {"eps": eps}
 
 
+def _native_batch_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
+    return "batch_norm", tuple(args[:3]), {"eps": args[-1]}
+
+
 def _group_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
     x, groups, w, b, eps = (args + [None] * 5)[:5]
     return "group_norm", (x, w, b), {"groups": groups, "eps": 1e-5 if eps is None else eps}
@@ -149,6 +153,7 @@ RULES: dict[str, Rule] = {
     "mean": _reduce("mean"), "sum": _reduce("sum"), "var": _spread("var"), "std": _spread("std"),
     "linalg_vector_norm": _vector_norm, "norm": _vector_norm, "layer_norm": _layer_norm,
     "native_layer_norm": _layer_norm, "rms_norm": _rms_norm, "batch_norm": _batch_norm, "group_norm": _group_norm,
+    "_native_batch_norm_legit_no_training": _native_batch_norm,
     "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution_general,
     "permute": _permute, "transpose": _transpose, "t": _t, "expand": _first("expand"), "expand_as": _first("expand"),
     "_to_copy": _first("cast"), "to": _first("cast"), "type_as": _first("cast"), "addmm": _addmm,
@@ -172,8 +177,8 @@ def normalise(name: str, args: list[Any], kwargs: dict[str, Any]) -> Normalised:
         name = name[:-1]
     if name in ALIAS:
         return "alias", (args[0],), {}
-    if name == "dropout":
-        return ("dropout" if args[2] else "alias"), (args[0],), {}
+    if name == "dropout":  # the picture is the same in train and in eval mode
+        return "alias", (args[0],), {}
     if name in RESHAPE:
         return "reshape", (args[0],), {}
     if name in RULES:

@@ -10,6 +10,8 @@ from torch import fx
 from ..opgraph import Op, Operand, OpGraph
 from .aten import normalise
 
+NORMS = {"layer_norm", "batch_norm", "group_norm"}
+
 
 def lift(module: fx.GraphModule) -> OpGraph:
     """Return the neutral view of a captured module's graph: node names are kept, no-ops become aliases."""
@@ -66,13 +68,15 @@ def _call(node: fx.Node, operand: Any) -> Op:
         flat += [operand(i) for i in item] if isinstance(item, (list, tuple)) else [operand(item)]
     if name == "getitem":
         attrs = {"item": node.args[1]}
+    if kind in NORMS and isinstance(value, (tuple, list)):
+        value = value[0]
     if isinstance(value, torch.Tensor):
         return Op(node.name, kind, tuple(flat), attrs, _shape(value), _dtype(value))
     return Op(node.name, kind, tuple(flat), attrs)
 
 
 def _is_alias(op: Op, source: Op) -> bool:
-    if op.kind == "alias":
+    if op.kind == "alias" or (op.kind == "getitem" and op.attrs["item"] == 0 and source.kind in NORMS):
         return True
     return op.kind in {"cast", "expand", "reshape"} and op.dtype == source.dtype and op.shape == source.shape
 

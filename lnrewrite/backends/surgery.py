@@ -66,7 +66,6 @@ class Surgery:
             if self.is_parameter(name) and id(self.module.get_parameter(name)) not in alive:
                 path, _, leaf = name.rpartition(".")
                 delattr(self.module.get_submodule(path), leaf)
-        self.module.delete_all_unused_submodules()
         self.module.recompile()
 
     def is_parameter(self, name: str) -> bool:
@@ -237,8 +236,9 @@ class Surgery:
             self.write(reader.bias, self.module.get_parameter(reader.bias).detach().double() + shift)
             return
         node = self.nodes[reader.node]
-        stem = reader.param.removesuffix("weight").rstrip(".")
-        name = self.parameter(f"{stem}.bias", shift.flatten(), node)
+        whole = reader.param.endswith(".weight")
+        fresh = f"{reader.param.removesuffix('.weight')}.bias" if whole else f"{reader.param}_bias"
+        name = self.parameter(fresh, shift.flatten(), node)
         with self.module.graph.inserting_before(node):
             bias = self.get(name)
         if node.target in {aten.linear.default, aten.conv1d.default, aten.conv2d.default}:

@@ -11,10 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from ..opgraph import CASTS, SHAPE, OpGraph
-from ..plan import Refusal
 from ..stream import Anchor, Block, Linear, Network, Site, Stream, Where
 from .edges import Edge, readers, writers
-from .joins import WEIGHTED, Join, find_joins, scaled
+from .joins import WEIGHTED, Join, find_joins, nearest_miss, scaled
 from .naming import common, name_blocks, stream_name
 from .norms import Found, find_norms
 
@@ -55,9 +54,7 @@ class _Detector:
         streams = tuple(self.stream(chain, i) for i, chain in enumerate(self.chains()))
         streams = name_blocks(streams)
         if not streams and not self.closed:
-            why = "no add joins a value with something computed from it by weights"
-            remedy = "give the model that holds the residual blocks, or see `lnrewrite explain LN201`"
-            self.refusals.append(Refusal("LN201", "model", why, remedy))
+            self.refusals.append(nearest_miss(self.graph))
         elsewhere = tuple(
             self.site(Where.INNER, found, None) for out, found in self.norms.items() if out not in self.used
         )
@@ -123,21 +120,24 @@ class _Detector:
         )
 
     def post_norms(self, chain: list[tuple[Join, Link]]) -> list[Found | None]:
-        """Return each join's trunk norm. The last one has no next skip to tell: its siblings decide."""
+        """Return each join's trunk norm. The last one has no next skip to tell: its nearest sibling decides."""
         found = [self.norms[link.norm] if link.norm else None for _, link in chain[1:]]
         last = self.norm_after(chain[-1][0].total)
         if last is None:
             return [*found, None]
         kinds = [self.kind(join, join.branches[0][0]) for join, _ in chain]
         alike = [f is not None for f, k in zip(found, kinds, strict=False) if k == kinds[-1]]
-        votes = alike or [f is not None for f in found]
-        if votes:
-            post = 2 * sum(votes) > len(votes)
+        if nearest := (alike or [f is not None for f in found])[-1:]:
+            post = nearest[0]
         else:
             join = chain[-1][0]
             branch = join.branches[0][0]
             edge = bool(self.entries(join.root, branch)) or self.exit(join.root, branch) is not None
-            post = not edge and len(self.graph.users[join.total]) == 1
+            held = any(
+                join.root != o and self.graph.reaches(join.root, o) and self.graph.reaches(o, branch)
+                for o in self.norms
+            )
+            post = not edge and not held and len(self.graph.users[join.total]) == 1
         return [*found, last if post else None]
 
     def norm_after(self, total: str) -> Found | None:

@@ -13,7 +13,7 @@ WEIGHTED = frozenset({
     "scaled_dot_product_attention", "_grouped_mm", "embedding_bag", "bilinear",
 })  # fmt: skip
 POOLS = ("avg_pool", "max_pool", "adaptive_", "fft", "_fft", "roll")
-CLOSED = "the streams of this model are not converted; see `lnrewrite explain` of this code"
+CLOSED = "the streams of this model are left alone; `lnrewrite explain` and the code says more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,40 @@ def mixes(graph: OpGraph, start: str, end: str) -> bool:
         if product and all(n not in graph.constant and graph.reaches(start, n) for n in op.data[:2]):
             return True
     return False
+
+
+def nearest_miss(graph: OpGraph) -> Refusal:
+    """Say why a model without residual sums has none: its skips pass weights (LN204) or mixtures (LN203)."""
+    for op in reversed(list(graph)):
+        widths = graph.width(op.name), graph.width(op.name, 1 - len(op.shape or ()))
+        if op.kind != "add" or len(op.data) != 2 or max(widths) < 2:
+            continue
+        for skip, other in (op.data, op.data[::-1]):
+            for root, through in _carried(graph, skip):
+                if through and _carries_features(graph, root) and _is_sublayer(graph, root, other):
+                    code = "LN204" if through & {"linear", "conv"} else "LN203"
+                    what = "a linear map or convolution" if code == "LN204" else "a mixture with data-dependent weights"
+                    return Refusal(code, op.name, f"the skip from {root} passes through {what}", CLOSED)
+    why = "no add joins a value with something computed from it by weights"
+    remedy = "give the model that holds the residual blocks, or see `lnrewrite explain LN201`"
+    return Refusal("LN201", "model", why, remedy)
+
+
+def _carried(graph: OpGraph, name: str) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield (value, the kinds of op that change it on the way) for what a skip may carry, up to a dozen steps back."""
+    todo: list[tuple[str, frozenset[str]]] = [(name, frozenset())]
+    for _ in range(12):
+        if not todo:
+            return
+        name, through = todo.pop(0)
+        yield name, through
+        op = graph[name]
+        if op.kind in SHAPE | CASTS | {"batch_norm", "sum", "add", "gather"}:
+            todo += [(n, through) for n in op.data if n not in graph.constant]
+        elif op.kind in {"linear", "conv"} and not through:
+            todo.append((op.data[0], frozenset({op.kind})))
+        elif op.kind in {"matmul", "bmm", "einsum", "mul"}:
+            todo += [(n, through | {op.kind}) for n in op.data if n not in graph.constant]
 
 
 def _same_shape(graph: OpGraph, a: str, b: str) -> bool:

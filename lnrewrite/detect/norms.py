@@ -90,7 +90,7 @@ def _fused(graph: OpGraph, op: Op) -> Found | None:
     if kind is None or not isinstance(op.inputs[0], str):
         return None
     source, gamma, beta = op.inputs[0], op.inputs[1], op.inputs[2]
-    axis = -1 if kind in {Kind.LAYER, Kind.RMS} else 1
+    axis = -1 if kind in {Kind.LAYER, Kind.RMS} else 1 - len(graph[source].shape or ())
     if op.attrs.get("axes", 1) != 1:
         kind = Kind.GROUP
     eps: float = op.attrs["eps"]  # type: ignore[assignment]
