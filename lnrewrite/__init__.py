@@ -6,6 +6,7 @@ One idea: a trained residual network is a *stream* that *blocks* read from and w
 on once, and rewritten in whatever form it came: detection and passes see neither torch nor ONNX.
 
     model -> backend -> operator graph -> detect -> Stream -> passes -> edits -> backend -> model
+                                                                                  ONNX -> target forms -> file
 
 A pass *proposes*: it looks at an immutable `Stream` and returns whole edits (the norm and what compensates it),
 refusals (a code, why, what to do), and the sites that it does not speak of. Every site of a stream ends as one of the
@@ -17,8 +18,9 @@ pipeline's is the maximum over the passes that edited something, and `verify` ta
 Layers; imports go down only, and tests/test_layers.py enforces it:
 
     cli                                             nothing imports it
-    program, verifying, calibration, open, ...      torch and onnx, each imported inside what needs it
-    backends/                                       lift a graph, apply edits to it
+    program, onnx_program, exporting, open, ...     torch and onnx, each imported inside what needs it
+    targets/                                        the forms that norms have in ONNX, and what a target runs best
+    backends/                                       lift a graph, apply edits to it: torch.fx and ONNX
     detect/                                         norms recognised by their algebra; residual blocks
     pipeline, spelling, registry                    the run loop, its text form, plugins: standard library
     opgraph, analysis, ref                          a view of graphs, facts, an fp64 reference machine
@@ -39,12 +41,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LnrewriteError",
+    "OnnxProgram",
     "Pipeline",
     "Program",
     "Refused",
     "Result",
     "UsageError",
     "__version__",
+    "bench",
     "capture",
     "convert",
     "explain",
@@ -53,7 +57,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .benching import bench
     from .diagnostics import LnrewriteError, Refused, UsageError, explain
+    from .onnx_program import OnnxProgram
     from .pipeline import Pipeline, Result
     from .program import Program, capture, convert, load
     from .verifying import verify
@@ -65,7 +71,9 @@ _HOME = {
     "explain": "diagnostics",
     "Pipeline": "pipeline",
     "Result": "pipeline",
+    "OnnxProgram": "onnx_program",
     "Program": "program",
+    "bench": "benching",
     "capture": "program",
     "convert": "program",
     "load": "program",

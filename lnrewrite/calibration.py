@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from .backends.capture import evaluating, quiet
 from .backends.captured import CapturedModule
 from .diagnostics import LnrewriteError
-from .opgraph import OpGraph
 from .pipeline import Batch, Samples
 from .stream import Block, Network, Stream, Where
 
@@ -21,25 +20,11 @@ BYTES = 1 << 29
 """How much memory the samples of one program may take; fewer tokens are kept of a larger model."""
 
 
-class _Recorder(fx.Interpreter):
-    """Run a graph and keep the values of some nodes, one row per token."""
-
-    def __init__(self, module: CapturedModule, wanted: Mapping[str, int]) -> None:
-        super().__init__(module)
-        self.wanted = wanted
-        self.kept: dict[str, torch.Tensor] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n.name in self.wanted:
-            rows = value.detach().movedim(self.wanted[n.name], -1)
-            self.kept[n.name] = rows.reshape(-1, rows.shape[-1])
-        return value
+Record = Callable[[Batch, Sequence[str]], Mapping[str, torch.Tensor]]
+"""Runs a model on one batch and returns the values of some of its nodes."""
 
 
-def collect(
-    module: CapturedModule, graph: OpGraph, network: Network, batches: Sequence[Batch], seed: int = 0
-) -> dict[str, Samples]:
+def collect(network: Network, record: Record, batches: Sequence[Batch], seed: int = 0) -> dict[str, Samples]:
     """Return each block's samples on the batches: float64 arrays [tokens, width], at most `BYTES` in all.
 
     Raises LnrewriteError LN022 where a batch does not fit the model, LN026 where it gives NaN or infinite values.
@@ -50,18 +35,43 @@ def collect(
     limit = max(64, BYTES // (8 * width * max(1, len(axes)) * len(batches)))
     parts: dict[str, list[Any]] = {n: [] for n in axes}
     for index, batch in enumerate(batches):
-        recorder = _Recorder(module, axes)
-        with evaluating(module), quiet():
-            recorder.run(*flat_inputs(module, batch), enable_io_processing=False)
-        for name, rows in recorder.kept.items():
-            chosen = _rows(len(rows), limit, seed + index)
-            parts[name].append(rows[chosen].double().cpu().numpy())
+        for name, value in record(batch, list(axes)).items():
+            rows = value.detach().movedim(axes[name], -1)
+            rows = rows.reshape(-1, rows.shape[-1])
+            parts[name].append(rows[_rows(len(rows), limit, seed + index)].double().cpu().numpy())
     arrays = {n: np.concatenate(p) for n, p in parts.items() if p}
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             why = f"the value of {name} is NaN or infinite on this data"
             raise LnrewriteError("LN026", "calibration", why, "run the model in float32, or check data and weights")
     return {block: Samples(**{k: arrays.get(n) for k, n in nodes.items()}) for block, nodes in names.items()}
+
+
+def recorder(module: CapturedModule) -> Record:
+    """Return what runs a captured module and keeps the values of some nodes."""
+
+    def record(batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        interpreter = _Keeping(module, frozenset(wanted))
+        with evaluating(module), quiet():
+            interpreter.run(*flat_inputs(module, batch), enable_io_processing=False)
+        return interpreter.kept
+
+    return record
+
+
+class _Keeping(fx.Interpreter):
+    """Run a graph and keep the values of some nodes."""
+
+    def __init__(self, module: CapturedModule, wanted: frozenset[str]) -> None:
+        super().__init__(module)
+        self.wanted = wanted
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.name in self.wanted:
+            self.kept[n.name] = value.detach()
+        return value
 
 
 def _rows(count: int, limit: int, seed: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from .diagnostics import CATALOGUE, LnrewriteError, UsageError, unknown
 from .diagnostics import explain as explained
 
 if TYPE_CHECKING:
+    from .onnx_program import OnnxProgram
     from .pipeline import Batch, Pipeline
     from .program import Program
 
@@ -68,8 +69,8 @@ def _options(*, model: bool = False, writes: bool = False) -> Callable[[Any], An
 def main() -> None:
     """See, move and fold the norms of trained networks.
 
-    MODEL is a torch.export archive, weights (safetensors, state dict) with --factory, a transformers checkpoint folder,
-    pkg.module:callable, or demo:tinygpt.
+    MODEL is a torch.export archive, an ONNX file, weights (safetensors, state dict) with --factory, a transformers
+    checkpoint folder, pkg.module:callable, or demo:tinygpt.
     """
 
 
@@ -99,7 +100,7 @@ def inspect(model: str, as_json: bool, quiet: bool, verbose: bool, **how: Any) -
 @main.command()
 @click.argument("model")
 @click.option("--to", "to", required=True, metavar="PLACEMENT", help="pre, post, peri, output or none.")
-@click.option("-o", "--output", required=True, metavar="OUT", help="The file to write (.pt2).")
+@click.option("-o", "--output", required=True, metavar="OUT", help="The file to write: .pt2, or .onnx.")
 @click.option("--norm", default="auto", show_default=True, help="Kind of inserted norms: auto, layer or rms.")
 @click.option("--blocks", metavar="SELECT", help="name-glob, 3, 0-5, first:25%, last:2, attention, mlp, joined by ';'.")
 @_options(model=True, writes=True)
@@ -123,7 +124,7 @@ def convert(model: str, to: str, output: str, norm: str, blocks: str | None, **h
 @click.argument("model")
 @click.option("--passes", "text", metavar="PIPELINE", help="pass{option=value},pass,... (see `lnrewrite passes`).")
 @click.option("--preset", metavar="NAME", help="A named pipeline; runs as with --partial.")
-@click.option("-o", "--output", metavar="OUT", help="The file to write (.pt2).")
+@click.option("-o", "--output", metavar="OUT", help="The file to write: .pt2, or .onnx.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done and write nothing.")
 @_options(model=True, writes=True)
 def opt(model: str, text: str | None, preset: str | None, output: str | None, dry_run: bool, **how: Any) -> int:
@@ -136,6 +137,38 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
         raise click.UsageError("Give -o OUT, or --dry-run")
     pipeline = Pipeline.parse(text) if text is not None else Pipeline.preset(str(preset))
     return _rewrite(model, pipeline, None if dry_run else output, preset=preset is not None, **how)
+
+
+@main.command()
+@click.argument("model")
+@click.option("-o", "--output", required=True, metavar="OUT", help="The file to write (.onnx).")
+@click.option("--target", metavar="TARGET", required=True, help="cpu, cuda, tensorrt or generic.")
+@click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.")
+@click.option("--opset", type=int, metavar="N", help="The operator set; default 18, or the ONNX file's own.")
+@click.option("--optimize", metavar="MODE", help="auto or none: fuse the rest too; default auto for cpu, cuda.")
+@click.option("--fuse", default="ops", show_default=True, help="ops: operators that ONNX Runtime has.")
+@click.option("--no-verify", is_flag=True, help="Do not run the file against the model. Nothing proves it then.")
+@click.option("--force", is_flag=True, help="Overwrite OUT.")
+@_options(model=True)
+def export(
+    model: str, output: str, force: bool, no_verify: bool, as_json: bool, quiet: bool, verbose: bool, **how: Any
+) -> None:
+    """Write ONNX with the norm forms that a target runs best, and say why each was chosen."""
+    wanted = {name: how.pop(name) for name in ("target", "dtype", "opset", "optimize")}
+    if (fuse := how.pop("fuse")) != "ops":
+        unknown("LN003", "--fuse", fuse, ["ops"])
+    target = _target(output, force, default=".onnx")
+    if target.suffix != ".onnx":
+        raise UsageError("LN025", output, "export writes ONNX", "name an .onnx file")
+    with working(quiet, f"capturing {model}") as say:
+        program = _load(model, **how)
+        report = program.export(target, force=force, verify=not no_verify, progress=say, **wanted)
+    if no_verify:
+        click.echo(f"warning: {target} was not verified: nothing shows that it computes what {model} does", err=True)
+    if as_json:
+        show(json.dumps(report.to_dict()))
+    elif not quiet:
+        show(str(report))
 
 
 @main.command()
@@ -164,6 +197,29 @@ def verify(
         found = compare(first, second, tolerance=tolerance, seed=how["seed"])
     show(json.dumps(found) if as_json else found["verdict"] if quiet else comparison(found))
     return 4 if found["verdict"] == "different" else 0
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.option("--target", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of an operator.")
+@click.option("--input", "inputs", multiple=True, metavar="SPEC", help="name=dtype[d0,d1], or .npz/.pt.")
+@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="Sessions made of each model.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of everything random.")
+@_options()
+def bench(models: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **how: Any) -> None:
+    """Time ONNX models in ONNX Runtime, paired and interleaved, against the first."""
+    from .forms import identify
+    from .tables import timings
+
+    for model in models:
+        identify(model)
+    with working(quiet, "timing") as say:
+        from .benching import bench as timed
+
+        how["inputs"] = list(how["inputs"]) or None
+        found = timed(models, progress=say, **how)
+    show(json.dumps(found) if as_json else timings(found))
 
 
 @main.command()
@@ -201,7 +257,7 @@ def explain(code: str, as_json: bool, quiet: bool, verbose: bool) -> None:
 # ---- what commands share ----
 
 
-def _load(model: str, inputs: tuple[str, ...], device: str, **how: Any) -> Program:
+def _load(model: str, inputs: tuple[str, ...], device: str, **how: Any) -> Program | OnnxProgram:
     """Open and capture MODEL; what it is and whether the device exists is looked at first."""
     from .forms import identify
 
@@ -239,7 +295,12 @@ def _rewrite(
     **how: Any,
 ) -> int:
     """Run a pipeline on a model and write the result, the body of convert and opt; return the exit code."""
-    target = None if output is None else _target(output, force)
+    from .forms import Format, identify
+
+    onnx = identify(model).format is Format.ONNX
+    target = None if output is None else _target(output, force, ".onnx" if onnx else ".pt2")
+    if onnx and target and target.suffix == ".pt2":
+        raise LnrewriteError("LN032", str(target), f"{model} is an ONNX file", "name an .onnx file")
     _check_data(calibrate)
     with working(quiet, f"capturing {model}") as say:
         program = _load(model, **how)
@@ -263,17 +324,14 @@ def _rewrite(
     return 3 if report.refusals and partial and not preset else 0
 
 
-def _target(output: str, force: bool) -> Path:
-    """Return the file to write, .pt2 where no suffix says otherwise. Raises LN025 where it cannot be written."""
+def _target(output: str, force: bool, default: str = ".pt2") -> Path:
+    """Return the file to write, `default` where it has no suffix. Raises LN025 where it cannot be written."""
     from .output import check_output
 
     suffix = Path(output).suffix
-    if suffix == ".onnx":
-        why, remedy = "ONNX is what `export` writes, which this version does not have", "name a .pt2 file"
-        raise UsageError("LN025", output, why, remedy)
-    if suffix not in ("", ".pt2"):
-        raise UsageError("LN025", output, f"{suffix} is no form of model that is written", "name a .pt2 file")
-    target = check_output(output if suffix else f"{output}.pt2", force)
+    if suffix not in ("", ".pt2", ".onnx"):
+        raise UsageError("LN025", output, f"{suffix} is no form of model that is written", "name a .pt2 or .onnx file")
+    target = check_output(output if suffix else f"{output}{default}", force)
     try:
         tempfile.TemporaryFile(
             dir=target.absolute().parent
@@ -290,7 +348,7 @@ def _check_data(calibrate: str | None) -> None:
         raise LnrewriteError("LN022", f"data {calibrate!r}", "there is no such file", remedy)
 
 
-def _data(program: Program, calibrate: str | None, seed: int) -> list[Batch] | None:
+def _data(program: Program | OnnxProgram, calibrate: str | None, seed: int) -> list[Batch] | None:
     """Read --calibrate and run the model on its first batch. Raises LN022 where that does not work.
 
     A model whose one integer input looks up a table of 256 rows, and which has no tokenizer, reads bytes.

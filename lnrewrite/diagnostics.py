@@ -238,9 +238,9 @@ page(
 # LN027 to LN029: opening models
 page(
     "LN027",
-    "ONNX not read",
-    """ONNX models are recognised and not read by this version. Give the PyTorch model that
-     the file was exported from.""",
+    "ONNX too new or too old",
+    """The model declares an IR version or an operator set that the installed onnx or onnxruntime does not know.
+     Install newer ones, or export the model again with an opset that they take (11 and later are read).""",
 )
 page(
     "LN028",
@@ -255,3 +255,37 @@ page(
      cannot be imported here, or has changed. Run where it is importable, or save the weights alone and give
      --factory.""",
 )
+# LN03x: ONNX files
+page(
+    "LN030",
+    "invalid ONNX model",
+    """The file is ONNX and breaks its rules: a value that nothing makes, a cycle, a tensor whose size and content
+     disagree, an operator of an unknown domain. Check it with onnx.checker, or export it again.""",
+)
+page(
+    "LN031",
+    "external data",
+    """An ONNX model may keep its weights in files beside it. One is missing, too short, or named by a path that
+     leads out of the model's folder (absolute, `..`, or a link), which is never read. Put it beside the model.""",
+)
+page(
+    "LN032",
+    "no torch module",
+    """The model came from an ONNX file: it can be run, rewritten and written as ONNX, but not trained or saved as .pt2.
+     Start from the PyTorch model for that.""",
+)
+# LN5xx: export and bench
+page(
+    "LN403",
+    "written model failed its proof",
+    """The ONNX model that was made does not load, or gives other numbers than its source: nothing was kept.
+     Another --opset, --dtype or --optimize none may work; please report it.""",
+)
+page(
+    "LN501",
+    "not exportable to ONNX",
+    "torch.onnx has no translation for an operator of the model, or failed on it; the message says which.",
+)
+page("LN502", "precision", "The model holds values or operators that the dtype that was asked for does not take.")
+page("LN503", "target", "What was asked for cannot be written: the message says which form, dtype or opset is lacking.")
+page("LN520", "bench", "A model does not load or run on the target, so that no time can be given.")

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from html import escape
 from typing import Any
 
 from .plan import Refusal
 from .stream import Block, Network, Site, Stream
+
+
+class Picture(str):
+    """Show the text form of a network; a notebook gets it preformatted."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self)}</pre>"
+
 
 Test = Callable[[str], bool]
 

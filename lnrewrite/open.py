@@ -53,7 +53,7 @@ def open_module(
     """Open `model` on the CPU, whatever form `identify` finds it to be.
 
     `factory` builds the network that a file of weights belongs to: `pkg.module:callable` or a callable without
-    arguments. Raises LnrewriteError LN001, LN010 to LN019 or LN027 to LN029; nothing that a file names is run
+    arguments. Raises LnrewriteError LN001, LN010 to LN019, LN028, LN029 or LN032; nothing that a file names is run
     unless it is trusted.
     """
     form = identify(model)
@@ -183,8 +183,8 @@ def _open_torchscript(form: Form) -> Opened:
 
 
 def _open_onnx(form: Form) -> Opened:
-    remedy = "give the PyTorch model that it was exported from"
-    raise LnrewriteError("LN027", f"model {form.name!r}", "ONNX models are not read by this version", remedy)
+    why = "an ONNX file holds a graph, not a torch module"
+    raise LnrewriteError("LN032", f"model {form.name!r}", why, "open it with lnrewrite.load")
 
 
 _OPENERS: dict[Format, Callable[[Form], Opened]] = {

@@ -123,3 +123,8 @@ class OpGraph:
         if not isinstance(name, str):
             return isinstance(name, (int, float)) and not isinstance(name, bool)
         return name in self.constant and all(d == 1 for d in self.ops[name].shape or ())
+
+
+def unchanged(op: Op, source: Op) -> bool:
+    """Say whether a cast, expand or reshape hands its source on as it is."""
+    return op.kind in {"cast", "expand", "reshape"} and op.dtype == source.dtype and op.shape == source.shape

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -17,17 +17,26 @@ from torch.utils import _pytree as pytree
 from . import calibration, text
 from .backends.capture import Capture, capture_module, export_again, from_program, quiet
 from .backends.captured import CapturedModule, with_plain_outputs
+from .backends.fx_editor import FxEditor
 from .backends.lift import lift
 from .backends.surgery import Surgery
 from .detect.blocks import detect
+from .detect.naming import norm_names
+from .detect.norms import find_norms
 from .diagnostics import LnrewriteError
-from .inspecting import describe
+from .inspecting import Picture, describe
 from .opgraph import OpGraph
 from .output import check_output, write_whole
 from .pipeline import Batch, Pipeline, Samples
 from .plan import Proposal
+from .report import Report
 from .stream import Network, Stream
 from .verifying import drift
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from .onnx_program import OnnxProgram
 
 
 class Program:
@@ -109,7 +118,7 @@ class Program:
 
     def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
         """Run the model on the batches and return what each block saw and did, [tokens, width] each."""
-        return calibration.collect(self._capture.module, self.graph, self.network, batches)
+        return calibration.collect(self.network, calibration.recorder(self._capture.module), batches)
 
     def synthetic(self, seed: int) -> Sequence[Batch]:
         """Make up eight batches of inputs like the example inputs."""
@@ -117,6 +126,16 @@ class Program:
 
         example = {k: v for k, v in self.example_inputs().items() if isinstance(v, torch.Tensor)}
         return list(synthetic(example, self.id_limits(), batches=8, seed=seed))
+
+    def at_other_sizes(self, seed: int) -> Sequence[Batch]:
+        """Make up a batch with one row more and one token less, where the model takes that; else none."""
+        batch = dict(self.synthetic(seed)[1])
+        for name, axes in self.dynamic_axes().items():
+            for axis in axes:
+                size = batch[name].shape[axis]
+                rows = torch.arange(size - 1 if axis and size > 2 else size + 1) % size
+                batch[name] = batch[name].index_select(axis, rows.to(batch[name].device))
+        return [batch]
 
     def id_limits(self) -> dict[str, int]:
         """Return how many rows the table has that each integer input looks up."""
@@ -135,24 +154,43 @@ class Program:
         with quiet():
             module = copy.deepcopy(self._capture.module)
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
-        surgery = Surgery(module, self.graph, vectors)
-        used = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
+        surgery = Surgery(FxEditor(module), self.graph, vectors)
         count = 0
         for stream, proposal in edits:
             for edit in proposal.edits:
                 surgery.apply(stream, edit, label)
                 count += 1
-        surgery.finish(used)
+        surgery.finish()
         c = self._capture
         capture = Capture(module, c.args, c.kwargs, c.notes, c.dynamic)
         return type(self)(capture, format=self.format, tokenizer=self.tokenizer), count
 
-    def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
-        """Write the model as a torch.export archive (.pt2) that loads with torch alone; whole or not at all.
+    def to_onnx(self, opset: int | None = None) -> ir.Model:
+        """Return the model as ONNX, every recognised norm one operator, parameters under their own names.
 
-        Library output classes become plain dicts of the same keys. Raises LnrewriteError LN025 where it cannot be
-        written, or exists and `force` is false.
+        Raises LnrewriteError LN501 where torch.onnx has no translation, LN503 for an opset that cannot be written.
         """
+        from .backends.onnx_export import OPSET, to_onnx
+
+        norms, _ = find_norms(self.graph)
+        c = self._capture
+        return to_onnx(c.module, c.args, c.kwargs, norms, norm_names(self.network), opset or OPSET)
+
+    def export(self, path: str | os.PathLike[str], **how: Any) -> Report:
+        """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.exporting.export`."""
+        from .exporting import export
+
+        return export(self, path, **how)
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
+        """Write the model: a torch.export archive that loads with torch alone or, named .onnx, a generic ONNX model.
+
+        Whole or not at all. Library output classes become plain dicts of the same keys. Raises LnrewriteError LN025
+        where it cannot be written, or exists and `force` is false.
+        """
+        if os.fspath(path).endswith(".onnx"):
+            self.export(path, force=force)
+            return
         target = check_output(path, force)
         with quiet():
             module = with_plain_outputs(copy.deepcopy(self._capture.module).eval())
@@ -161,15 +199,6 @@ class Program:
             for node in graph.nodes:
                 node.meta.pop("from_node", None)  # holds ids of this process: the same model shall give the same bytes
         write_whole(target, lambda temporary: torch.export.save(program, temporary))
-
-
-class Picture(str):
-    """Show the text form of a network; a notebook gets it preformatted."""
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(self)}</pre>"
 
 
 def capture(
@@ -206,14 +235,22 @@ def load(
     inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     device: str = "cpu",
     seed: int = 0,
-) -> Program:
+) -> Program | OnnxProgram:
     """Open and capture any MODEL of the command line: a file, a folder, `pkg.module:callable` or `demo:NAME`.
 
     inputs: example inputs by name or position, or `--input` specifications (strings); inferred where that is possible.
+    An ONNX file gives an `OnnxProgram`: the same, except training.
     Raises LnrewriteError with a code that says what the model is and why it was not opened.
     """
+    from .forms import Format, identify
     from .inputs import Inputs, infer_inputs, parse_inputs, vocabulary_of
     from .open import open_module
+
+    if (form := identify(model)).format is Format.ONNX:
+        from .onnx_program import OnnxProgram
+
+        assert form.path is not None
+        return OnnxProgram.open(form.path, model, inputs, seed)
 
     opened = open_module(model, factory=factory, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
     if opened.program is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +62,25 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """Name the operator that a norm was written as in an exported model, and why that one."""
+
+    site: str
+    form: str
+    why: str
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the row as JSON reports show it."""
+        return {"site": self.site, "form": self.form, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Hold all that is known of one run of a pipeline; `str()` is for people, `to_dict()` for programs.
 
     `drift` compares the outputs before and after on sample data (None where the rewrite claims to be exact); `notes`
-    are plain sentences about what the figures rest on; `output` is the path written, if any.
+    are plain sentences about what the figures rest on; `output` is the path written, if any. An export adds `norms`,
+    one row for each, and `proof`, the object of `verify --json` for the file against its source.
     """
 
     pipeline: str
@@ -79,6 +94,8 @@ class Report:
     sites: tuple[Expected, ...] = ()
     notes: tuple[str, ...] = ()
     output: str | None = None
+    norms: tuple[Form, ...] | None = None
+    proof: Mapping[str, Any] | None = None
 
     @property
     def edits(self) -> int:
@@ -87,6 +104,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of `convert --json`."""
+        rows = None if self.norms is None else [row.to_dict() for row in self.norms]
+        exported = {} if rows is None else {"norms": rows, "proof": self.proof}
         return {
             "output": self.output,
             "pipeline": self.pipeline,
@@ -99,6 +118,7 @@ class Report:
             "refusals": [refusal.to_dict() for refusal in self.refusals],
             "not_applicable": [row.to_dict() for row in self.not_applicable],
             "notes": list(self.notes),
+            **exported,
         }
 
     def __str__(self) -> str:
@@ -111,14 +131,16 @@ class Report:
         yield f"placement  {moved if self.placement_before != self.placement_after else self.placement_after}"
         yield f"exactness  {self.exactness}: {_MEANING[self.exactness]}"
         yield ""
-        rows = [(s.text, str(s.edits), str(s.refused), f"{s.seconds:.2f}") for s in self.steps]
-        yield from _table(("pass", "edits", "refused", "seconds"), rows)
+        if rows := [(s.text, str(s.edits), str(s.refused), f"{s.seconds:.2f}") for s in self.steps]:
+            yield from _table(("pass", "edits", "refused", "seconds"), rows)
         if self.drift is not None:
             yield ""
             yield f"drift      {_drift(self.drift)}"
         if self.sites:
             yield ""
             yield from self._expected()
+        if self.norms is not None:
+            yield from self._forms()
         for note in self.notes:
             yield ""
             yield f"note: {note}"
@@ -129,6 +151,17 @@ class Report:
         if self.not_applicable:
             yield ""
             yield f"not applicable: {len(self.not_applicable)} sites"
+
+    def _forms(self) -> Iterator[str]:
+        """Yield a line for each form: how many norms have it, and for each reason."""
+        assert self.norms is not None
+        counts = Counter((row.form, row.why) for row in self.norms)
+        rows = [(f"{count} x {form}", why) for (form, why), count in counts.most_common()]
+        yield from _table(("norms", "note"), rows)
+        if self.proof is not None:
+            shapes = ", ".join("x".join(map(str, shape)) for shape in self.proof["shapes_tried"])
+            yield ""
+            yield f"proved     largest error {self.proof['max_rel']:.2g} of the largest output, on inputs {shapes}"
 
     def _expected(self) -> Iterator[str]:
         worst = sorted(self.sites, key=lambda s: -(s.error if s.error is not None else -1.0))

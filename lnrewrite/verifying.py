@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from .backends.capture import evaluating, quiet
@@ -23,6 +25,9 @@ TOLERANCE = {
     Exactness.LEARNED: 1.0,
 }
 """The largest relative error, in float64, that a rewrite of each class may show."""
+
+ACROSS = 2e-5
+"""The largest relative error between a model of torch and its ONNX form, whose constants are rounded to float32."""
 
 
 class Float64(torch.overrides.TorchFunctionMode):
@@ -45,24 +50,47 @@ def verify(
 ) -> dict[str, Any]:
     """Run two models on the same inputs in float64, at two batch sizes and lengths, and compare what they give.
 
-    a, b: programs or modules (a module needs `inputs`: batches of keyword inputs). tolerance: an exactness class or a
-    relative error; None means algebraic. Returns the object of `verify --json`: verdict `equal` (bit by bit),
-    `within` (the tolerance) or `different`, max_abs, max_rel (max |a - b| / max |a|), cosine, shapes_tried, dtype.
-    Raises LnrewriteError LN402 where the two cannot be compared.
+    a, b: programs or modules (a module needs `inputs`: batches of keyword inputs), of torch or ONNX: outputs are
+    compared in order. tolerance: an exactness class or a relative error; None means algebraic, or `ACROSS` between
+    torch and ONNX, where constants were rounded to float32. Returns the object of `verify --json`: verdict `equal` (bit
+    by bit), `within` (the tolerance) or `different`, max_abs, max_rel (max |a - b| / max |a|), cosine, shapes_tried,
+    dtype (float32 where ONNX Runtime lacks a kernel for float64). Raises LnrewriteError LN402 where the two cannot be
+    compared.
     """
-    bound = check_tolerance(tolerance)
+    check_tolerance(tolerance)
     batches = list(inputs) if inputs is not None else _batches(a, seed)
     first, second = _double(a), _double(b)
+    narrow = "float32" in (_precision(first), _precision(second))
+    same = isinstance(first, fx.GraphModule) == isinstance(second, fx.GraphModule)
+    bound = check_tolerance(tolerance if tolerance is not None or (same and not narrow) else ACROSS)
+    return _compared(first, second, batches, bound, "float32" if narrow else "float64")
+
+
+def proof(program: Any, candidate: torch.nn.Module, bound: float, seed: int = 0) -> dict[str, Any]:
+    """Run a program and what was written of it as they are, at two batch sizes and lengths; return as `verify` does."""
+    return _compared(program.module(), candidate, _batches(program, seed), bound, "as written")
+
+
+def _compared(
+    first: torch.nn.Module, second: torch.nn.Module, batches: Sequence[Batch], bound: float, dtype: str
+) -> dict[str, Any]:
     worst, scale, dots, shapes = 0.0, 0.0, [0.0, 0.0, 0.0], []
-    for batch in batches:
-        one, two = _outputs(first, batch, "the reference"), _outputs(second, batch, "the candidate")
+    for index, batch in enumerate(batches):
+        try:
+            one = _outputs(first, batch, "the reference", dtype)
+        except LnrewriteError:
+            if index:  # a size that the model does not take: relations between sizes are not known
+                continue
+            raise
+        two = _outputs(second, batch, "the candidate", dtype)
         if len(one) != len(two) or any(x.shape != y.shape for x, y in zip(one, two, strict=True)):
             raise _incomparable(f"outputs {_shapes(one)} and {_shapes(two)}")
         shapes.append(list(next(t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)).shape))
         for x, y in zip(one, two, strict=True):
+            x, y = x.double(), y.double()
             if not (torch.isfinite(x) == torch.isfinite(y)).all():
                 worst = float("inf")
-            x, y = torch.nan_to_num(x.double()), torch.nan_to_num(y.double())
+            x, y = torch.nan_to_num(x), torch.nan_to_num(y)
             worst = max(worst, (x - y).abs().max().item() if x.numel() else 0.0)
             scale = max(scale, x.abs().max().item() if x.numel() else 0.0)
             dots = [d + v.sum().item() for d, v in zip(dots, (x * y, x * x, y * y), strict=True)]
@@ -75,7 +103,7 @@ def verify(
         "max_rel": relative,
         "cosine": dots[0] / norm if norm else 1.0,
         "shapes_tried": shapes,
-        "dtype": "float64",
+        "dtype": dtype,
     }
 
 
@@ -100,31 +128,20 @@ def _incomparable(why: str) -> LnrewriteError:
 
 
 def _batches(program: Any, seed: int) -> list[Batch]:
-    """Return made-up inputs at the program's own size and, where it is dynamic, at a second one."""
+    """Return made-up inputs at the program's own size and, where it is dynamic, at others."""
     if not hasattr(program, "synthetic"):
         raise _incomparable("a bare module says nothing of its inputs; give inputs=[...]")
-    batches = list(program.synthetic(seed))[:2]
-    return [*batches[:1], *(_smaller(program, b) for b in batches[1:])]
+    return [next(iter(program.synthetic(seed))), *program.at_other_sizes(seed)]
 
 
-def _smaller(program: Any, batch: Batch) -> Batch:
-    """Cut a batch to one row less and one token less along the axes that are dynamic."""
-    nodes = {n.name: n.meta.get("val") for n in program.module().graph.nodes if n.op == "placeholder"}
-    if not isinstance(batch, Mapping):
-        return batch
-    cut = {}
-    for name, value in batch.items():
-        like = nodes.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
-            for axis, d in enumerate(like.shape):
-                if not isinstance(d, int) and value.shape[axis] > 2:
-                    value = value.narrow(axis, 0, value.shape[axis] - 1)
-        cut[name] = value
-    return cut
+def _precision(module: torch.nn.Module) -> str:
+    return str(getattr(module, "precision", "float64"))
 
 
 def _double(model: Any) -> torch.nn.Module:
     module = model.module() if hasattr(model, "inspect") else model
+    if hasattr(module, "precision"):
+        return module.double()
     module = copy.deepcopy(module).double().eval()
     for node in getattr(getattr(module, "graph", None), "nodes", []):
         node.kwargs = {k: torch.float64 if any(v is low for low in Float64.LOW) else v for k, v in node.kwargs.items()}
@@ -134,15 +151,20 @@ def _double(model: Any) -> torch.nn.Module:
     return module
 
 
-def _outputs(module: torch.nn.Module, batch: Batch, who: str) -> list[torch.Tensor]:
+def _outputs(module: torch.nn.Module, batch: Batch, who: str, dtype: str) -> list[torch.Tensor]:
     def up(t: torch.Tensor) -> torch.Tensor:
         return t.double() if t.is_floating_point() else t
 
-    batch = pytree.tree_map_only(torch.Tensor, up, batch)
+    if dtype != "as written":
+        batch = pytree.tree_map_only(torch.Tensor, up, batch)
+    names = getattr(module, "inputs", None)
+    if names is not None and isinstance(batch, Mapping) and len(names) == len(batch) and set(names) != set(batch):
+        batch = dict(zip(names, batch.values(), strict=True))
+    mode = contextlib.nullcontext() if dtype == "as written" else Float64()
     try:
-        with quiet(), Float64():
+        with quiet(), mode, torch.no_grad():
             out = module(**batch) if isinstance(batch, Mapping) else module(*batch)
-    except (TypeError, RuntimeError, AssertionError, ValueError) as why:
+    except (TypeError, RuntimeError, AssertionError, ValueError, LnrewriteError) as why:
         raise _incomparable(f"{who} does not run on the inputs ({why})") from why
     return [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
 

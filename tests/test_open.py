@@ -383,7 +383,7 @@ def test_onnx_is_recognised(tmp_path: Path) -> None:
     content = helper.make_model(graph, producer_name="test").SerializeToString()
     (tmp_path / "m.pt").write_bytes(content)
     assert identify(str(tmp_path / "m.pt")).format is Format.ONNX
-    fails("LN027", tmp_path / "m.pt")
+    fails("LN032", tmp_path / "m.pt")
     (tmp_path / "m.pt").write_bytes(content[:-30])
     fails("LN015", tmp_path / "m.pt")
 

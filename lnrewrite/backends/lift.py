@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..opgraph import Op, Operand, OpGraph
+from ..opgraph import Op, Operand, OpGraph, unchanged
 from .aten import normalise
 
 NORMS = {"layer_norm", "batch_norm", "group_norm"}
@@ -78,7 +78,7 @@ def _call(node: fx.Node, operand: Any) -> Op:
 def _is_alias(op: Op, source: Op) -> bool:
     if op.kind == "alias" or (op.kind == "getitem" and op.attrs["item"] == 0 and source.kind in NORMS):
         return True
-    return op.kind in {"cast", "expand", "reshape"} and op.dtype == source.dtype and op.shape == source.shape
+    return unchanged(op, source)
 
 
 def _shape(value: torch.Tensor) -> tuple[int | str, ...]:

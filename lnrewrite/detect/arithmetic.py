@@ -55,6 +55,10 @@ def _reshape(op: Op, x: Any) -> Any:
     return np.reshape(x, shape)
 
 
+def _sum_square(op: Op, x: Any) -> Any:
+    return np.sum(x * x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"]))
+
+
 RUN: dict[str, Callable[..., Any]] = {
     "add": lambda op, a, b: a + b, "sub": lambda op, a, b: a - b, "mul": lambda op, a, b: a * b,
     "rsub": lambda op, a, b: b - a, "div": lambda op, a, b: a / b, "neg": lambda op, a: -a,
@@ -63,7 +67,8 @@ RUN: dict[str, Callable[..., Any]] = {
     "exp": lambda op, a: np.exp(a), "sigmoid": lambda op, a: 1 / (1 + np.exp(-a)), "tanh": lambda op, a: np.tanh(a),
     "clamp_min": lambda op, a, b: np.maximum(a, b), "maximum": lambda op, a, b: np.maximum(a, b),
     "cast": lambda op, a: a, "expand": lambda op, a: a, "mean": _mean, "sum": _sum, "var": _var,
-    "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute, "reshape": _reshape,
+    "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,
+    "sum_square": _sum_square, "reshape": _reshape,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..stream import Stream
+from ..stream import Network, Stream
 
 
 def common(names: Iterable[str]) -> str:
@@ -55,3 +55,9 @@ def stream_name(blocks: list[str], index: int) -> str:
     """Name a stream after the path that its blocks share."""
     shared = common(f"{b}." for b in blocks)
     return shared or f"stream{index}"
+
+
+def norm_names(network: Network) -> dict[str, str]:
+    """Name every norm of a network by the node of its output: its site, or the node where it is on no stream."""
+    named = {site.origin[-1]: name for stream in network.streams for name, site in stream.sites()}
+    return {site.origin[-1]: site.origin[-1] for site in network.elsewhere} | named

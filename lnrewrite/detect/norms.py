@@ -22,7 +22,7 @@ FUSED = {
     "layer_norm": Kind.LAYER, "rms_norm": Kind.RMS, "batch_norm": Kind.BATCH, "group_norm": Kind.GROUP,
     "instance_norm": Kind.GROUP,
 }  # fmt: skip
-REDUCTIONS = {"mean", "sum", "var", "std", "vector_norm"}
+REDUCTIONS = {"mean", "sum", "sum_square", "var", "std", "vector_norm"}
 STATISTIC = {
     "cast",
     "reshape",

@@ -1,0 +1,147 @@
+"""Edit a captured torch.fx graph: new parameters beside their block, nothing else touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..stream import Kind, Norm
+from .captured import CapturedModule, register
+from .surgery import Change, Edge, Floats, changed, pieces
+
+aten = torch.ops.aten
+BIASED = {aten.linear.default, aten.conv1d.default, aten.conv2d.default}
+"""Linear maps that take a bias as their third argument."""
+
+
+class FxEditor:
+    """Edit one captured module in place; see `surgery.Editor`."""
+
+    def __init__(self, module: CapturedModule) -> None:
+        self.module, self.graph, self.label = module, module.graph, ""
+        self.nodes = {n.name: n for n in module.graph.nodes}
+        self.used = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
+        self.before: dict[str, torch.Tensor] = {}
+
+    def value(self, name: str) -> fx.Node:
+        """Return the node that had this name before the first edit."""
+        return self.nodes[name]
+
+    def readers(self, value: fx.Node) -> list[Edge[fx.Node]]:
+        """Return an edge for each node that reads `value`."""
+        return [Edge(value, (user.name,), user) for user in value.users]
+
+    def redirect(self, edge: Edge[fx.Node], new: fx.Node) -> None:
+        """Let one reader read `new`."""
+        edge.slot.replace_input_with(edge.operand, new)
+
+    def norm(self, name: str, x: fx.Node, norm: Norm, at: fx.Node) -> fx.Node:
+        """Return a new norm of `x` over the last axis, behind `at`."""
+        width = x.meta["val"].shape[-1]
+        with self.after(at):
+            weight = self.vector(norm.gamma)
+            if weight is not None and norm.plus_one:
+                weight = self.call(aten.add.Scalar, (weight, 1.0), weight)
+            bias = self.vector(norm.beta)
+            if norm.kind is Kind.LAYER:
+                return self.call(aten.layer_norm.default, (x, [width], weight, bias, norm.eps), x)
+            node = self.call(aten.rms_norm.default, (x, [width], weight, norm.eps), x)
+            return node if bias is None else self.call(aten.add.Tensor, (node, bias), x)
+
+    def affine(self, x: fx.Node, scale: str | None, shift: str | None) -> fx.Node:
+        """Return a new scale * x + shift, right behind `x`."""
+        node = x
+        with self.after(x):
+            if factor := self.vector(scale):
+                node = self.call(aten.mul.Tensor, (node, factor), x)
+            if term := self.vector(shift):
+                node = self.call(aten.add.Tensor, (node, term), x)
+        return node
+
+    def attach(self, linear: fx.Node, bias: str) -> fx.Node:
+        """Give a linear map its bias: as an argument where it takes one, added behind it elsewhere."""
+        with self.graph.inserting_before(linear):
+            term = self.vector(bias)
+        if linear.target in BIASED:
+            linear.args = (*linear.args[:2], term, *linear.args[3:])
+            return linear
+        edges = self.readers(linear)
+        with self.after(linear):
+            total = self.call(aten.add.Tensor, (linear, term), linear)
+        for edge in edges:
+            self.redirect(edge, total)
+        return total
+
+    def has(self, param: str) -> bool:
+        """Say whether there is a parameter of that name."""
+        try:
+            self.module.get_parameter(param)
+        except AttributeError:
+            return False
+        return True
+
+    def read(self, param: str) -> Floats:
+        """Return a parameter's values from before the first edit."""
+        return _numpy(self.before.get(param, self.module.get_parameter(param)))
+
+    def rows(self, param: str, axis: int) -> Iterator[Floats]:
+        """Yield a parameter's present values [..., size of axis]."""
+        return pieces(_numpy(self.module.get_parameter(param)), axis)
+
+    def transform(self, param: str, axis: int | None, change: Change) -> None:
+        """Replace a parameter's values in place."""
+        parameter = self.module.get_parameter(param)
+        self.before.setdefault(param, parameter.detach().clone())
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(changed(_numpy(parameter), axis, change)))
+
+    def create(self, name: str, values: Floats, like: fx.Node) -> str:
+        """Register a new parameter near `name`, in the dtype of `like` and on the device of the others."""
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        taken = {n for n, _ in self.module.named_parameters(remove_duplicate=False)}
+        fresh, count = name, 1
+        while fresh in taken:
+            count += 1
+            fresh = f"{name}_{count}"
+        dtype = like.meta["val"].dtype
+        register(self.module, fresh, torch.nn.Parameter(torch.from_numpy(values).to(device, dtype, copy=True)))
+        return fresh
+
+    def finish(self) -> None:
+        """Drop dead nodes, and the parameters that only they read; make the module's code again."""
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        targets = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
+        alive = {id(self.module.get_parameter(t)) for t in targets if self.has(t)}
+        for name in sorted(self.used - targets):
+            if self.has(name) and id(self.module.get_parameter(name)) not in alive:
+                path, _, leaf = name.rpartition(".")
+                delattr(self.module.get_submodule(path), leaf)
+        self.module.recompile()
+
+    # ---- nodes ----
+
+    def after(self, node: fx.Node) -> Any:
+        return self.graph.inserting_before(node.next)
+
+    def vector(self, name: str | None) -> fx.Node | None:
+        """Return a new node that gets a parameter, or the node of that name that computes a vector."""
+        if name is None or not self.has(name):
+            return None if name is None else self.nodes[name]
+        node = self.graph.get_attr(name)
+        node.meta["val"] = self.module.get_parameter(name).detach()
+        return node
+
+    def call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = like.meta["val"]
+        node.meta["nn_module_stack"] = like.meta.get("nn_module_stack", {})
+        node.meta["custom"] = {**like.meta.get("custom", {}), "lnrewrite": self.label}
+        return node
+
+
+def _numpy(tensor: torch.Tensor) -> Floats:
+    return tensor.detach().double().cpu().numpy()

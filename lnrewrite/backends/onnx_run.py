@@ -1,0 +1,153 @@
+"""Run an ONNX model as a torch module is run: in ONNX Runtime, or in float64 as the judge of exact rewrites."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import torch
+from torch import Tensor
+
+from ..diagnostics import LnrewriteError
+from .onnx_double import doubled, widened
+from .onnx_file import ONE_FILE, write
+
+TORCH = {
+    ir.DataType.FLOAT: torch.float32, ir.DataType.DOUBLE: torch.float64, ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.BFLOAT16: torch.bfloat16, ir.DataType.INT64: torch.int64, ir.DataType.INT32: torch.int32,
+    ir.DataType.BOOL: torch.bool, ir.DataType.INT8: torch.int8, ir.DataType.UINT8: torch.uint8,
+    ir.DataType.INT16: torch.int16,
+}  # fmt: skip
+Run = Callable[[dict[str, np.ndarray]], Sequence[np.ndarray]]
+
+
+class OnnxModule(torch.nn.Module):
+    """Call an ONNX model by its inputs' names (or in their order); returns its outputs by name, tensors on the CPU.
+
+    `precision` says what it computes in: as the model is written, or float64 after `double()`.
+    """
+
+    def __init__(self, model: ir.Model, precision: str = "as written") -> None:
+        super().__init__()
+        self.model, self.precision = model, precision
+        self._watched: dict[tuple[str, ...], Run] = {}
+
+    def forward(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
+        """Run the model. Raises LnrewriteError LN022 for wrong inputs, LN030 where ONNX Runtime refuses the model."""
+        return self.watch((), *args, **inputs)
+
+    def watch(self, names: Sequence[str], *args: Any, **inputs: Any) -> dict[str, Tensor]:
+        """Run the model and return the values of these names too."""
+        key = tuple(sorted(set(names)))
+        if key not in self._watched:
+            self._watched[key] = _session(_watching(self.model, key))
+        held = [v.name for v in self.model.graph.outputs]
+        wanted = [*held, *(n for n in key if n not in held)]
+        found = self._watched[key](self.feed(args, inputs))
+        return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found, strict=True)}
+
+    @cached_property
+    def inputs(self) -> dict[str, ir.Value]:
+        """Return the inputs that a call gives, by name."""
+        return {v.name or "": v for v in self.model.graph.inputs if v.const_value is None}
+
+    def feed(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return a call's inputs as arrays of the types that the model declares."""
+        given = {**dict(zip(self.inputs, args, strict=False)), **inputs}
+        wanted = ", ".join(self.inputs)
+        for kind, names in (("lacks", self.inputs.keys() - given), ("has an unknown", given.keys() - self.inputs)):
+            if names:
+                why = f"it {kind} input {', '.join(sorted(names))}"
+                raise LnrewriteError("LN022", "inputs", why, f"give exactly these inputs: {wanted}")
+        return {name: self.array(value, given[name]) for name, value in self.inputs.items()}
+
+    def array(self, like: ir.Value, given: Any) -> np.ndarray:
+        tensor = torch.as_tensor(given).detach().cpu()
+        sizes = [d if isinstance(d, int) else None for d in like.shape or ()]
+        if like.shape is not None and (
+            tensor.dim() != len(sizes) or any(a not in (None, b) for a, b in zip(sizes, tensor.shape, strict=True))
+        ):
+            why = f"{like.name} has shape {list(tensor.shape)}, the model takes {like.shape}"
+            raise LnrewriteError("LN022", "inputs", why, "give inputs of that shape")
+        dtype = TORCH.get(like.dtype, tensor.dtype) if like.dtype is not None else tensor.dtype
+        return tensor.to(torch.float32 if dtype is torch.bfloat16 else dtype).numpy()
+
+    def double(self) -> OnnxModule:  # type: ignore[override]
+        """Return the model computing in float64; in float32, where an operator of it is not known here."""
+        exact = OnnxModule(doubled(self.model), "float64")
+        try:
+            exact._watched[()] = _session(exact.model)
+        except LnrewriteError:
+            return OnnxModule(widened(self.model, ir.DataType.FLOAT), "float32")
+        return exact
+
+
+def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:
+    """Return the model with these values as further outputs."""
+    if not names:
+        return model
+    model = model.clone()
+    values = ir.convenience.create_value_mapping(model.graph)
+    held = {v.name for v in model.graph.outputs}
+    model.graph.outputs.extend(values[n] for n in names if n not in held)
+    return model
+
+
+def _session(model: ir.Model) -> Run:
+    """Load a model into ONNX Runtime, bfloat16 inputs and outputs as float32, which numpy has."""
+    model = _plain_ends(model)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    size = sum(v.const_value.nbytes for g in model.graphs() for v in g.initializers.values() if v.const_value)
+    try:
+        if size > ONE_FILE:
+            with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:
+                path = write(model, Path(folder) / "model.onnx")[0]
+                session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        else:
+            content = ir.to_proto(model).SerializeToString()
+            session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    except Exception as why:  # ONNX Runtime has no common base class of its errors
+        raise LnrewriteError("LN030", "ONNX Runtime", _telling(why), "see `lnrewrite explain LN030`") from why
+
+    def run(feed: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
+        try:
+            return [np.asarray(v) for v in session.run(None, feed)]
+        except Exception as why:
+            raise LnrewriteError("LN022", "ONNX Runtime", _telling(why), "give inputs that the model takes") from why
+
+    return run
+
+
+def _telling(why: Exception) -> str:
+    """Return the line of ONNX Runtime's message that says what is wrong."""
+    return str(why).partition("\n")[0].rpartition("] : ")[2].partition(" : ")[2] or str(why)
+
+
+def _plain_ends(model: ir.Model) -> ir.Model:
+    """Return the model taking and giving float32 where it takes and gives bfloat16."""
+    if not any(v.dtype is ir.DataType.BFLOAT16 for v in (*model.graph.inputs, *model.graph.outputs)):
+        return model
+    model = model.clone()
+    graph = model.graph
+    for value in list(graph.inputs):
+        if value.dtype is ir.DataType.BFLOAT16:
+            cast = ir.node("Cast", [value], {"to": ir.DataType.BFLOAT16})
+            cast.outputs[0].dtype, cast.outputs[0].shape = ir.DataType.BFLOAT16, value.shape
+            value.replace_all_uses_with(cast.outputs[0])
+            cast.replace_input_with(0, value)
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+            graph.insert_before(graph[0], cast)
+    for index, value in enumerate(list(graph.outputs)):
+        if value.dtype is ir.DataType.BFLOAT16:
+            cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+            cast.outputs[0].dtype, cast.outputs[0].shape = ir.DataType.FLOAT, value.shape
+            graph.append(cast)
+            graph.outputs[index] = cast.outputs[0]
+    return model

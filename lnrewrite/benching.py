@@ -1,0 +1,150 @@
+"""Time ONNX models against each other in ONNX Runtime, so that the ratio is of the models and not of the machine.
+
+A round makes a new session of every model, in shuffled order, since where a session's memory lies alone moves times by
+15 %; then runs them in turn, in a new order each time. Ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from .backends.onnx_run import OnnxModule
+from .diagnostics import LnrewriteError, unknown
+from .forms import Format, identify
+from .onnx_program import OnnxProgram
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+WARM = 2
+Run = Callable[[], object]
+Feed = Mapping[str, np.ndarray]
+
+
+def bench(
+    models: Sequence[str],
+    *,
+    target: str = "cpu",
+    threads: int = 1,
+    inputs: Any = None,
+    rounds: int = 9,
+    runs: int = 11,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Time ONNX files on one input and return the object of `bench --json`: medians in ms, ratios to the first model.
+
+    target: cpu or cuda (IO binding, CUDA graph, no fallback to the CPU). threads: of the CPU, for one operator.
+    inputs: as `lnrewrite.load` takes them, for all models alike. Each of `rounds` times every model `runs` times.
+    Raises LnrewriteError LN520 where a model is no ONNX file, or does not load or run on the target.
+    """
+    if target not in PROVIDERS:
+        unknown("LN003", "target", target, PROVIDERS)
+    say = progress or (lambda message: None)
+    if PROVIDERS[target] not in onnxruntime.get_available_providers():
+        why = f"this onnxruntime has no {PROVIDERS[target]}"
+        raise LnrewriteError("LN520", f"target {target}", why, "pip install lnrewrite[gpu] on a machine with a GPU")
+    paths = [_path(model) for model in models]
+    feed = _feed(paths[0], models[0], inputs, seed)
+    order = random.Random(seed)
+    times: list[list[float]] = [[] for _ in paths]
+    medians: list[list[float]] = [[] for _ in paths]
+    for index in range(rounds):
+        say(f"round {index + 1} of {rounds}")
+        ready: dict[int, Run] = {}
+        for each in order.sample(range(len(paths)), len(paths)):
+            ready[each] = _session(paths[each], models[each], feed, target, threads)
+        taken = _interleaved(ready, runs, order, clock)
+        for each, found in taken.items():
+            times[each] += found
+            medians[each].append(statistics.median(found))
+    rows = [_row(model, times[i], medians[i], medians[0]) for i, model in enumerate(models)]
+    return {"target": target, "threads": threads, "rounds": rounds, "runs": runs, "models": rows}
+
+
+def _path(model: str) -> Path:
+    form = identify(model)
+    if form.format is not Format.ONNX or form.path is None:
+        why, remedy = f"it is {form.format}, and bench times ONNX files", "write it with `lnrewrite export` first"
+        raise LnrewriteError("LN520", f"model {model!r}", why, remedy)
+    return form.path
+
+
+def _feed(path: Path, name: str, inputs: Any, seed: int) -> Feed:
+    """Return the inputs that every model gets: those given, or made up from the first model."""
+    program = OnnxProgram.open(path, name, inputs, seed)
+    return OnnxModule(program.model).feed((), program.example_inputs())
+
+
+def _interleaved(
+    ready: Mapping[int, Run], runs: int, order: random.Random, clock: Callable[[], float]
+) -> dict[int, list[float]]:
+    """Run all models in turn, in a new order each time; return the seconds of each run, the first few left out."""
+    taken: dict[int, list[float]] = {each: [] for each in ready}
+    for index in range(WARM + runs):
+        for each in order.sample(list(ready), len(ready)):
+            start = clock()
+            ready[each]()
+            if index >= WARM:
+                taken[each].append(clock() - start)
+    return taken
+
+
+def _session(path: Path, name: str, feed: Feed, target: str, threads: int) -> Run:
+    """Return what runs a model once, in a session made for it."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 4
+    try:
+        if target == "cpu":
+            session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            held = {i.name: feed[i.name] for i in session.get_inputs()}
+            run: Run = lambda: session.run(None, held)  # noqa: E731
+        else:
+            run = _on_cuda(path, feed, options)
+        run()
+    except Exception as why:  # ONNX Runtime has no common base class of its errors
+        text = f"{name} does not run: {str(why) or type(why).__name__}"
+        raise LnrewriteError("LN520", f"model {name!r}", text, "see `lnrewrite explain LN520`") from why
+    return run
+
+
+def _on_cuda(path: Path, feed: Feed, options: onnxruntime.SessionOptions) -> Run:
+    """Return what replays a model's CUDA graph on inputs and outputs that stay on the device, and waits for it."""
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    provider = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
+    session = onnxruntime.InferenceSession(path, options, providers=provider)
+    binding = session.io_binding()
+    for item in session.get_inputs():
+        binding.bind_ortvalue_input(item.name, onnxruntime.OrtValue.ortvalue_from_numpy(feed[item.name], "cuda", 0))
+    for item in session.get_outputs():
+        binding.bind_output(item.name, "cuda")
+    session.run_with_iobinding(binding)
+    for item, value in zip(session.get_outputs(), binding.get_outputs(), strict=True):
+        binding.bind_ortvalue_output(item.name, value)  # a graph replays on the memory that it was captured with
+
+    def run() -> None:
+        session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+
+    return run
+
+
+def _row(model: str, times: Sequence[float], medians: Sequence[float], first: Sequence[float]) -> dict[str, Any]:
+    low, middle, high = _spread([1000 * t for t in times])
+    ratio = _spread([a / b for a, b in zip(medians, first, strict=True)])
+    named = dict(zip(("p10", "median", "p90"), ratio, strict=True))
+    return {"path": model, "median_ms": middle, "p10_ms": low, "p90_ms": high, "ratio_to_first": named}
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the 10th percentile, the median and the 90th percentile."""
+    low, middle, high = np.percentile(np.asarray(values), (10, 50, 90))
+    return float(low), float(middle), float(high)

@@ -1,0 +1,153 @@
+"""Write a model as ONNX with the norm forms that a target runs best, prove the file, and explain every norm."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from . import __version__
+from .backends.onnx_double import widened
+from .backends.onnx_file import read, stamp, write
+from .backends.onnx_lift import lift
+from .backends.onnx_raise import raise_norms
+from .backends.onnx_run import OnnxModule
+from .detect.blocks import detect
+from .detect.naming import norm_names
+from .detect.norms import find_norms
+from .diagnostics import LnrewriteError, unknown
+from .output import check_output
+from .plan import Exactness
+from .report import Form, Report
+from .targets.forms import lower, split
+from .targets.precision import lower_precision
+from .targets.rest import FOR, optimise
+from .targets.table import TARGETS
+from .verifying import proof
+
+FILE = 2e-5
+"""The largest error, relative to the largest output, that a file may show against the model in memory."""
+
+TOLERANCE = {"fp32": FILE, "fp16": 2e-2, "bf16": 1e-1}
+"""The largest error, relative to the source's largest output, that a written model may show."""
+
+
+def export(
+    program: Any,
+    path: str | os.PathLike[str],
+    *,
+    target: str = "generic",
+    dtype: str = "fp32",
+    opset: int | None = None,
+    optimize: str | None = None,
+    verify: bool = True,
+    force: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Write a program as ONNX for a target and return the report, with a row for every norm.
+
+    target: cpu, cuda, tensorrt or generic. dtype: fp32, fp16 or bf16. opset: None takes 18, or the file's own.
+    optimize: auto lets libraries fuse the rest of the graph, none leaves it; None is auto for cpu, cuda. verify: run
+    the file against the program at two batch sizes and two lengths. Raises LnrewriteError LN025 (path), LN403 (proof
+    failed, nothing is kept), LN501 (no translation), LN502 (precision), UsageError LN003 for an unknown word.
+    """
+    optimize = optimize or ("auto" if target in FOR else "none")
+    for noun, word, known in (
+        ("target", target, TARGETS), ("dtype", dtype, TOLERANCE), ("optimize", optimize, ("auto", "none")),
+    ):  # fmt: skip
+        if word not in known:
+            unknown("LN003", noun, word, known)
+    say = progress or (lambda message: None)
+    output = check_output(path, force)
+    bound = TOLERANCE["fp16" if held_in_half(program) and dtype == "fp32" else dtype]
+    say("translating to ONNX")
+    model = program.to_onnx(opset)
+    left, notes = raised(model), list[str]()
+    if optimize == "auto":
+        say("fusing the rest of the graph")
+        model, notes = optimise(model, target, lambda made: wrong(program, made, bound))
+    if dtype != "fp32":
+        notes += lower_precision(model, dtype)
+    say(f"choosing norm forms for {target}")
+    rows = [Form(row.site, row.form, row.why) for row in lower(model, TARGETS[target], version("onnxruntime"))]
+    stamp(model, version=__version__, target=target, dtype=dtype)
+    found = put(model, output, program if verify else None, bound, say)
+    placement = program.network.placement
+    return Report(
+        "", Exactness.STRUCTURAL, (), placement, placement, notes=tuple(notes), output=str(output),
+        norms=(*rows, *left), proof=found,
+    )  # fmt: skip
+
+
+def held_in_half(program: Any) -> bool:
+    """Say whether a program computes in half precision already."""
+    return any(op.dtype in {"float16", "bfloat16"} for op in program.graph)
+
+
+def raised(model: ir.Model) -> list[Form]:
+    """Write every norm of a model as one operator; return a row for each that stays as it is."""
+    split(model)
+    graph = lift(model)
+    norms, _ = find_norms(graph)
+    names = norm_names(detect(graph))
+    left = raise_norms(model, graph, norms, names)
+    RemoveUnusedNodesPass()(model)
+    return [Form(names.get(output, output), "decomposed", why) for output, why in left.items()]
+
+
+def wrong(program: Any, model: ir.Model, bound: float) -> str:
+    """Say why a model is not what its program is: it does not load, or gives other numbers; empty where it is."""
+    try:
+        found = proof(program, runnable(model), bound)
+    except LnrewriteError as error:
+        return error.why
+    return f"its outputs are {found['max_rel']:.2g} off" if found["verdict"] == "different" else ""
+
+
+def runnable(model: ir.Model) -> OnnxModule:
+    """Return the model as the CPU can run it: in float32, on its rounded weights, where kernels lack (bfloat16)."""
+    if any(v.dtype is ir.DataType.BFLOAT16 for node in model.graph for v in node.outputs):
+        return OnnxModule(widened(model, ir.DataType.FLOAT), "float32")
+    return OnnxModule(model)
+
+
+def put(
+    model: ir.Model, output: Path, program: Any | None, bound: float, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Write a model, prove what was written against `program` (None: do not), and move it into place.
+
+    Raises LnrewriteError LN403 where the file does not load or gives other numbers: then nothing is kept.
+    """
+    found = None
+    try:
+        with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=".lnrewrite-") as folder:
+            say(f"writing {output}")
+            files = write(model, Path(folder) / output.name)
+            if program is not None:
+                say("proving the file")
+                found = proved(program, files[0], output, bound)
+            for file in reversed(files):
+                os.replace(file, output.absolute().parent / file.name)
+    except OSError as why:
+        raise LnrewriteError("LN025", str(output), str(why), "free some room or choose another folder") from why
+    return found
+
+
+def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, Any]:
+    """Run a written file against its program; return the object of `verify --json`, or raise LN403."""
+    remedy = "see `lnrewrite explain LN403`"
+    try:
+        module = runnable(read(file, str(output)))
+        found = proof(program, module, bound) | {"dtype": module.precision}
+    except LnrewriteError as error:
+        raise LnrewriteError("LN403", str(output), error.why, remedy) from error
+    if found["verdict"] == "different":
+        why = f"its outputs are off by {found['max_rel']:.2g} of the largest, {bound:g} is allowed"
+        raise LnrewriteError("LN403", str(output), why, remedy)
+    return found

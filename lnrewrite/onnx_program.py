@@ -1,0 +1,204 @@
+"""An ONNX model with its picture: the counterpart of `Program` for graphs that come from a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
+
+from . import __version__, calibration, text
+from .backends.onnx_editor import OnnxEditor
+from .backends.onnx_file import read, stamp
+from .backends.onnx_inputs import drawn, dynamic_axes, example_inputs, id_limits, resized
+from .backends.onnx_lift import lift
+from .backends.onnx_run import OnnxModule
+from .backends.surgery import Surgery
+from .detect.blocks import detect
+from .diagnostics import LnrewriteError
+from .inputs import parse_inputs
+from .inspecting import Picture, describe
+from .opgraph import OpGraph
+from .output import check_output
+from .pipeline import Batch, Samples
+from .plan import Proposal
+from .stream import Network, Stream
+from .targets.forms import lower, split
+from .targets.table import TARGETS
+from .verifying import drift
+
+
+class OnnxProgram:
+    """Hold an ONNX model and the picture that detection makes of it; `lnrewrite.load` makes it of a file.
+
+    It offers what `Program` does, except training: its `module()` runs the model in ONNX Runtime. `style` is the target
+    whose forms the file's norms have, so that a rewritten model is saved in the same: Skip* operators are held as the
+    add and the norm that they compute. `done` are the passes that were applied.
+    """
+
+    format, tokenizer = "onnx", None
+
+    def __init__(
+        self,
+        model: ir.Model,
+        *,
+        style: str = "generic",
+        given: Mapping[str, Any] | None = None,
+        done: tuple[str, ...] = (),
+    ) -> None:
+        self.model, self.style, self.done, self.notes = model, style, done, ()
+        self._given = given
+
+    @classmethod
+    def open(cls, path: Path, name: str, inputs: Any = None, seed: int = 0) -> Self:
+        """Read a file, `name` in errors. inputs: as `lnrewrite.load` takes them; None makes them up when needed."""
+        model = read(path, name)
+        LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
+        plain = any(n.op_type == "SimplifiedLayerNormalization" for n in model.graph)
+        style = "cuda" if split(model) else "as it is" if plain else "generic"
+        return cls(model, style=style, given=_named(model, inputs, seed))
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """Return the neutral view of the model's graph."""
+        return lift(self.model)
+
+    @cached_property
+    def network(self) -> Network:
+        """Return what detection sees in the model."""
+        return detect(self.graph)
+
+    @property
+    def stream(self) -> Picture:
+        """Return the text form of the picture; a notebook shows it as a table."""
+        return Picture(text.render(self.network))
+
+    def inspect(self) -> dict[str, Any]:
+        """Return the object of `lnrewrite inspect --json`: streams, blocks, placements, norms, refusals."""
+        return describe(self.network, self.format, self.is_ones, self.is_zeros, self.notes)
+
+    @cached_property
+    def _module(self) -> OnnxModule:
+        return OnnxModule(self.model)
+
+    def module(self) -> OnnxModule:
+        """Return the model as a module that runs in ONNX Runtime: called by input names, gives a dict of tensors."""
+        return self._module
+
+    @cached_property
+    def _inputs(self) -> dict[str, Any]:
+        if self._given is not None:
+            return dict(self._given)
+        return example_inputs(self.model, lambda inputs: self.module()(**inputs))
+
+    def example_inputs(self) -> dict[str, Any]:
+        """Return inputs that the model accepts, by name."""
+        return dict(self._inputs)
+
+    def dynamic_axes(self) -> dict[str, dict[int, str]]:
+        """Return, for each input, its dynamic axes and the names of their sizes."""
+        return dynamic_axes(self.model)
+
+    def id_limits(self) -> dict[str, int]:
+        """Return how many rows the table has that each integer input looks up."""
+        return id_limits(self.model)
+
+    def is_ones(self, param: str) -> bool:
+        """Say whether every value of an initializer is one."""
+        return bool((self.values(param) == 1).all())
+
+    def is_zeros(self, param: str) -> bool:
+        """Say whether every value of an initializer is zero."""
+        return bool((self.values(param) == 0).all())
+
+    def values(self, param: str) -> Any:
+        """Return an initializer's values as a float64 numpy array."""
+        found = self.model.graph.initializers.get(param)
+        if found is None or found.const_value is None:
+            raise LnrewriteError("LN301", param, "the model has no such parameter", "report this with the model")
+        return found.const_value.numpy().astype("float64")
+
+    def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
+        """Run the model on the batches and return what each block saw and did, [tokens, width] each."""
+
+        def record(batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
+            named = batch if isinstance(batch, Mapping) else dict(zip(self.example_inputs(), batch, strict=True))
+            found = self.module().watch(wanted, **named)
+            return {name: found[name] for name in wanted}
+
+        return calibration.collect(self.network, record, batches)
+
+    def synthetic(self, seed: int) -> Sequence[Batch]:
+        """Make up eight batches of inputs that the model accepts."""
+        from .data import synthetic
+
+        return list(synthetic(self.example_inputs(), self.id_limits(), batches=8, seed=seed))
+
+    def at_other_sizes(self, seed: int) -> Sequence[Batch]:
+        """Make up one batch at each of a few other sizes of the dynamic dimensions."""
+        sizes = islice(resized(self.model, self.example_inputs()), 3)
+        return [drawn(self.model, each, seed) for each in sizes]
+
+    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
+        """Compare another program's outputs with this one's on the batches."""
+        return drift(self.module(), other.module(), batches, held_out)
+
+    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str) -> tuple[Self, int]:
+        """Carry edits out on a copy, weights lazily; return it and how many edits were made."""
+        model = self.model.clone()
+        vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
+        surgery = Surgery(OnnxEditor(model, self.graph), self.graph, vectors)
+        count = 0
+        for stream, proposal in edits:
+            for edit in proposal.edits:
+                surgery.apply(stream, edit, label)
+                count += 1
+        surgery.finish()
+        return type(self)(model, style=self.style, given=self._given, done=(*self.done, label)), count
+
+    def to_onnx(self, opset: int | None = None) -> ir.Model:
+        """Return a copy of the model. Raises LnrewriteError LN503 where another opset is asked for."""
+        held = self.model.opset_imports.get("", 0)
+        if opset not in (None, held):
+            why = f"the file is of opset {held}"
+            raise LnrewriteError("LN503", f"opset {opset}", why, "leave --opset out, or export the PyTorch model again")
+        return self.model.clone()
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
+        """Write the model as ONNX, proved against this program; whole or not at all.
+
+        Raises LnrewriteError LN025 where it cannot be written, LN032 for a .pt2, LN403 where the proof fails.
+        """
+        from .exporting import FILE, put
+
+        if Path(path).suffix == ".pt2":
+            raise LnrewriteError("LN032", str(path), "the model came from an ONNX file", "name an .onnx file")
+        model = self.model.clone()
+        if self.style in TARGETS:
+            lower(model, TARGETS[self.style], version("onnxruntime"))
+        stamp(model, version=__version__, pipeline=",".join(self.done))
+        put(model, check_output(path, force), self, FILE, lambda message: None)
+
+    def export(self, path: str | os.PathLike[str], **how: Any) -> Any:
+        """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.exporting.export`."""
+        from .exporting import export
+
+        return export(self, path, **how)
+
+
+def _named(model: ir.Model, inputs: Mapping[str, Any] | Sequence[Any] | None, seed: int) -> dict[str, Any] | None:
+    """Return inputs by name: those given, or drawn as `--input` specifications say."""
+    if inputs is None or isinstance(inputs, Mapping):
+        return None if inputs is None else dict(inputs)
+    names = [v.name or "" for v in model.graph.inputs]
+    if not all(isinstance(i, str) for i in inputs):
+        return dict(zip(names, inputs, strict=True))
+    drawn = parse_inputs(list(inputs), seed=seed, vocabulary=min(id_limits(model).values(), default=2))
+    return {**dict(zip(names, drawn.args, strict=False)), **drawn.kwargs}

@@ -1,0 +1,1 @@
+"""What each target runs best: tables of norm forms, and the passes over ONNX graphs that write them."""

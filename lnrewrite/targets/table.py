@@ -1,0 +1,83 @@
+"""The forms that a norm can have in ONNX, and what each costs on a target: data alone, with where it comes from.
+
+A cost is a time relative to a residual add followed by the norm's own operator, the median over 1 to 512 tokens of 256
+to 2048 channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+LAYER, RMS, STANDARD_RMS = "LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"
+SKIP = {LAYER: "SkipLayerNormalization", RMS: "SkipSimplifiedLayerNormalization"}
+DECOMPOSED = "decomposed"
+
+MEASURED = "measured on one CPU core with ORT 1.31: python examples/measure_forms.py"
+OLDER = "measured on one CPU core with ORT 1.28"
+KERNELS = "read from the CUDA provider's kernels of ORT 1.31, not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Say what a form costs: for these types and ranks (empty: any), from one version of ONNX Runtime up to another."""
+
+    form: str
+    cost: float
+    source: str
+    dtypes: frozenset[str] = frozenset()
+    ranks: frozenset[int] = frozenset()
+    since: tuple[int, int] = (0, 0)
+    before: tuple[int, int] = (99, 0)
+
+    def holds(self, dtype: str, rank: int, ort: tuple[int, int]) -> bool:
+        """Say whether this row speaks of such a norm on such a version."""
+        fits = (not self.dtypes or dtype in self.dtypes) and (not self.ranks or rank in self.ranks)
+        return fits and self.since <= ort < self.before
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Describe a target: whether it runs ONNX Runtime's own operators, and its table.
+
+    A Skip* form that no row names is not used: nothing says that it runs there.
+    """
+
+    name: str
+    contrib: bool
+    costs: tuple[Cost, ...] = ()
+
+    def cost(self, form: str, dtype: str, rank: int, ort: tuple[int, int]) -> Cost:
+        """Return the row of a form; the first that holds."""
+        rows = (row for row in self.costs if row.form == form and row.holds(dtype, rank, ort))
+        return next(rows, Cost(form, inf, "the target does not run it there"))
+
+
+_RANKS = frozenset({2, 3})
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("generic", False),
+        Target("tensorrt", False),
+        Target(
+            "cpu",
+            True,
+            (
+                Cost(SKIP[LAYER], 8.4, MEASURED, ranks=_RANKS, since=(1, 30)),
+                Cost(SKIP[RMS], 2.1, MEASURED, ranks=_RANKS, since=(1, 30)),
+                Cost(SKIP[LAYER], 0.85, OLDER, ranks=_RANKS, before=(1, 30)),
+                Cost(SKIP[RMS], 0.85, OLDER, ranks=_RANKS, before=(1, 30)),
+            ),
+        ),
+        Target(
+            "cuda",
+            True,
+            (
+                Cost(SKIP[LAYER], 0.8, KERNELS, frozenset({"float16"}), _RANKS, since=(1, 27)),
+                Cost(SKIP[RMS], 0.8, KERNELS, frozenset({"float16"}), _RANKS, since=(1, 27)),
+                Cost(SKIP[LAYER], 0.8, KERNELS, frozenset({"float32", "bfloat16"}), _RANKS),
+                Cost(SKIP[RMS], 0.8, KERNELS, frozenset({"float32", "bfloat16"}), _RANKS),
+            ),
+        ),
+    )
+}

@@ -1,0 +1,146 @@
+"""Every spelling of a norm that exporters write, in both widths of float, at every rank: read, raised, and equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from lnrewrite.backends.onnx_lift import lift
+from lnrewrite.backends.onnx_raise import raise_norms
+from lnrewrite.detect.norms import find_norms
+from sheets import HALF, SINGLE, WIDTH, Sheet, finished, given, named, run
+
+EPS = 1e-5
+
+
+def gain() -> np.ndarray:
+    return 1 + 0.3 * np.random.default_rng(1).normal(size=WIDTH)
+
+
+def bias() -> np.ndarray:
+    return 0.2 * np.random.default_rng(2).normal(size=WIDTH)
+
+
+def mean(s: Sheet, x: ir.Value) -> ir.Value:
+    return s("ReduceMean", x, np.array([-1]), keepdims=1)
+
+
+def rms(inverse: Callable[[Sheet, ir.Value, ir.Value], ir.Value], square: str = "Pow", eps: float = EPS) -> Callable:  # type: ignore[type-arg]
+    """Spell an RMSNorm: `inverse` applies the root, `square` squares."""
+
+    def write(s: Sheet, x: ir.Value) -> ir.Value:
+        x = s.up(x)
+        squared = s("Pow", x, np.array(2.0)) if square == "Pow" else s("Mul", x, x)
+        y = s.down(inverse(s, x, s("Add", mean(s, squared), np.array(eps))))
+        return s("Mul", gain(), y)
+
+    return write
+
+
+def _plus_one(s: Sheet, x: ir.Value) -> ir.Value:
+    x = s.up(x)
+    y = s("Mul", x, s("Reciprocal", s("Sqrt", s("Add", mean(s, s("Mul", x, x)), np.array(EPS)))))
+    return s.down(s("Mul", y, s("Add", np.array([1.0]), gain() - 1)))
+
+
+def _weightless(s: Sheet, x: ir.Value) -> ir.Value:
+    x = s.up(x)
+    return s.down(s("Div", x, s("Sqrt", s("Add", mean(s, s("Mul", x, x)), np.array(EPS)))))
+
+
+def _positive_axis(s: Sheet, x: ir.Value) -> ir.Value:
+    rank = len(x.shape or ())
+    x = s.up(x)
+    squares = s("ReduceMean", s("Mul", x, x), np.array([rank - 1]), keepdims=1)
+    return s("Mul", s.down(s("Div", x, s("Sqrt", s("Add", squares, np.array(EPS))))), gain())
+
+
+def _by_sum(s: Sheet, x: ir.Value) -> ir.Value:
+    x = s.up(x)
+    squares = s("Mul", s("ReduceSumSquare", x, np.array([-1]), keepdims=1), np.array(1 / WIDTH))
+    return s("Mul", s.down(s("Div", x, s("Sqrt", s("Add", squares, np.array(EPS))))), gain())
+
+
+def layer(square: str = "Pow", root: str = "Div", affine: str = "both", again: bool = False) -> Callable:  # type: ignore[type-arg]
+    """Spell a LayerNorm: `again` computes the centred value twice."""
+
+    def write(s: Sheet, x: ir.Value) -> ir.Value:
+        x = s.up(x)
+        centred = s("Sub", x, mean(s, x))
+        other = s("Sub", x, mean(s, x)) if again else centred
+        squared = s("Pow", other, np.array(2.0)) if square == "Pow" else s("Mul", other, other)
+        deviation = s("Sqrt", s("Add", mean(s, squared), np.array(EPS)))
+        y = s("Div", centred, deviation) if root == "Div" else s("Mul", centred, s("Reciprocal", deviation))
+        y = s.down(y)
+        y = s("Mul", y, gain()) if affine != "none" else y
+        return s("Add", y, bias()) if affine == "both" else y
+
+    return write
+
+
+SPELLINGS = {
+    "rms_pow_reciprocal": rms(lambda s, x, v: s("Mul", x, s("Reciprocal", s("Sqrt", v)))),
+    "rms_reciprocal_first": rms(lambda s, x, v: s("Mul", s("Reciprocal", s("Sqrt", v)), x)),
+    "rms_one_over": rms(lambda s, x, v: s("Mul", x, s("Div", np.array(1.0), s("Sqrt", v)))),
+    "rms_divided": rms(lambda s, x, v: s("Div", x, s("Sqrt", v))),
+    "rms_mul_for_pow": rms(lambda s, x, v: s("Div", x, s("Sqrt", v)), square="Mul"),
+    "rms_power_minus_half": rms(lambda s, x, v: s("Mul", x, s("Pow", v, np.array(-0.5)))),
+    "rms_large_eps": rms(lambda s, x, v: s("Div", x, s("Sqrt", v)), eps=1e-3),
+    "rms_positive_axis": _positive_axis,
+    "rms_weightless": _weightless,
+    "rms_plus_one": _plus_one,
+    "rms_sum_of_squares": _by_sum,
+    "layer_div": layer(),
+    "layer_reciprocal": layer(root="Reciprocal"),
+    "layer_mul": layer(square="Mul"),
+    "layer_no_bias": layer(affine="gain"),
+    "layer_bare": layer(affine="none"),
+    "layer_centred_twice": layer(again=True),
+    "layer_operator": lambda s, x: s("LayerNormalization", x, gain(), bias(), axis=-1, epsilon=EPS),
+    "layer_operator_no_bias": lambda s, x: s("LayerNormalization", x, gain(), axis=-1, epsilon=EPS),
+    "rms_operator": lambda s, x: s("RMSNormalization", x, gain(), axis=-1, epsilon=EPS),
+    "rms_simplified": lambda s, x: s("SimplifiedLayerNormalization", x, gain(), axis=-1, epsilon=EPS),
+}
+
+
+def model_of(spelling: str, dtype: ir.DataType, rank: int, add: str) -> ir.Model:
+    """Build x + skip -> norm: `add` says who else reads the sum, or how the skip is shaped."""
+    s, shape = Sheet(dtype), named(rank)
+    skip_shape = ir.Shape([1, *shape[1:]]) if add == "broadcast" else shape
+    x, skip = given("x", shape, dtype), given("skip", skip_shape, dtype)
+    total = s("Add", x, skip)
+    total.shape, total.type = shape, ir.TensorType(dtype)
+    outputs = [SPELLINGS[spelling](s, total)]
+    if add == "shared":
+        outputs.append(s("Relu", total))
+    if add == "output":
+        outputs.append(total)
+    for value in outputs:
+        value.type, value.shape = ir.TensorType(dtype), shape
+    return finished(s, [x, skip], outputs, 23)
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_is_one_operator_with_the_same_numbers(spelling: str, dtype: ir.DataType, rank: int) -> None:
+    for add in ("alone", "shared", "output", "broadcast"):
+        model = model_of(spelling, dtype, rank, add)
+        raised = model.clone()
+        graph = lift(raised)
+        norms, refusals = find_norms(graph)
+        assert len(norms) == 1 and not refusals
+        left = raise_norms(raised, graph, norms, {})
+        RemoveUnusedNodesPass()(raised)
+        names = [n.op_type for n in raised.graph]
+        kept = {"Add", "Relu", "LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization", "Cast"}
+        assert not left and set(names) <= kept
+        assert sum("Normalization" in n for n in names) == 1
+        for scale in (1.0, 100.0):
+            before, after = run(model, scale), run(raised, scale)
+            bound = 2e-5 if dtype is SINGLE else 4e-3
+            assert all(np.abs(a - b).max() <= bound * np.abs(a).max() for a, b in zip(before, after, strict=True))

@@ -1,0 +1,69 @@
+"""One model, two ways in: lifted from torch and from its ONNX export it is the same picture; edits agree too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.utils._pytree import tree_leaves
+
+import lnrewrite as lnr
+import zoo
+from lnrewrite import text
+from lnrewrite.backends.onnx_lift import lift
+from lnrewrite.detect.blocks import detect
+
+FAMILIES = (
+    "gpt2", "bert", "llama", "opt", "gpt_neox", "vit", "phi3", "qwen3", "olmo2", "cohere", "modernbert", "gemma2",
+    "glm4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "opset"), [*((f, 18) for f in FAMILIES), *((f, 23) for f in FAMILIES[:3])])
+def test_the_onnx_export_gives_the_same_stream_text(family: str, opset: int) -> None:
+    module, inputs = zoo.build(family)
+    program = lnr.capture(module, kwargs=inputs)
+    picture = text.render(detect(lift(program.to_onnx(opset))))
+    assert _folded(picture) == _folded(text.render(program.network))
+
+
+def _folded(picture: str) -> str:
+    """Forget the form of gains: 1 + w is a constant in ONNX."""
+    return picture.replace("gamma=1+@", "gamma=@").replace("_plus_one", "")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "gemma2"])
+def test_conversions_on_either_side_agree(family: str, tmp_path: Path) -> None:
+    module, inputs = zoo.build(family)
+    program = lnr.capture(module, kwargs=inputs)
+    program.export(tmp_path / "m.onnx", target="cuda", optimize="none")
+    onnx = lnr.load(str(tmp_path / "m.onnx"))
+    batches = [{k: v.roll(i, -1) for k, v in inputs.items()} for i in range(4)]
+    for to in ("pre", "post", "peri", "output"):
+        pipeline = lnr.Pipeline.parse(f"place{{to={to}}}")
+        one, two = pipeline.run(program, batches), pipeline.run(onnx, batches)
+        assert one.report.placement_after == two.report.placement_after == to
+        a, b = (tree_leaves(p.program.module()(**batches[0]))[0] for p in (one, two))
+        assert (a - b).abs().max() <= 1e-5 * a.abs().max()
+    two.program.save(tmp_path / "output.onnx")
+    again = lnr.load(str(tmp_path / "output.onnx"))
+    assert again.inspect()["placement"] == "output"
+    assert again.model.metadata_props["lnrewrite.pipeline"] == "place{to=output}"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
+def test_exact_passes_give_the_same_on_either_side(family: str, tmp_path: Path) -> None:
+    module, inputs = zoo.build(family)
+    program = lnr.capture(module, kwargs=inputs)
+    program.export(tmp_path / "m.onnx")
+    onnx = lnr.load(str(tmp_path / "m.onnx"))
+    pipeline = lnr.Pipeline.parse("canonicalize,fold-affine{final=true}")
+    one, two = pipeline.run(program, partial=True), pipeline.run(onnx, partial=True)
+    assert one.report.edits == two.report.edits > 0
+    assert [r.site for r in one.report.refusals] == [r.site for r in two.report.refusals]
+    two.program.save(tmp_path / "folded.onnx")
+    folded = lnr.load(str(tmp_path / "folded.onnx"))
+    assert lnr.verify(onnx, folded)["verdict"] == "within"
+    assert lnr.verify(one.program, folded)["verdict"] == "within"
+    norms = [norm for block in folded.inspect()["streams"][0]["blocks"] for norm in block["norms"]]
+    assert not any(norm["gamma"] for norm in norms if norm["where"] == "in")
