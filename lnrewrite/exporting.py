@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from . import __version__
 from .backends.onnx_double import widened
-from .backends.onnx_file import read, stamp, write
+from .backends.onnx_file import ONE_FILE, bytes_of, read, stamp, write
 from .backends.onnx_lift import lift
 from .backends.onnx_raise import raise_norms
 from .backends.onnx_run import OnnxModule
@@ -131,12 +133,39 @@ def put(
             files = write(model, Path(folder) / output.name)
             if program is not None:
                 say("proving the file")
-                found = proved(program, files[0], output, bound)
+                found = apart(partial(proved, program, files[0], output, bound), bytes_of(model) > ONE_FILE)
             for file in reversed(files):
                 os.replace(file, output.absolute().parent / file.name)
     except OSError as why:
         raise LnrewriteError("LN025", str(output), str(why), "free some room or choose another folder") from why
     return found
+
+
+def apart(work: Callable[[], dict[str, Any]], large: bool) -> dict[str, Any]:
+    """Do a proof, of a large model in a process of its own: its memory is not this one's."""
+    if not large or "fork" not in multiprocessing.get_all_start_methods():
+        return work()
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def send() -> None:
+        try:
+            there.send(work())
+        except LnrewriteError as error:
+            there.send(tuple(error.to_dict().values()))
+
+    child = context.Process(target=send)
+    child.start()
+    there.close()
+    try:
+        found = here.recv()
+    except EOFError as why:
+        remedy = "free some memory, or do without the proof"
+        raise LnrewriteError("LN403", "proof", "its process ended early", remedy) from why
+    child.join()
+    if isinstance(found, tuple):
+        raise LnrewriteError(*found)
+    return dict(found)
 
 
 def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, Any]:

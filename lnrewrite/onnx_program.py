@@ -143,7 +143,7 @@ class OnnxProgram:
 
     def at_other_sizes(self, seed: int) -> Sequence[Batch]:
         """Make up one batch at each of a few other sizes of the dynamic dimensions."""
-        sizes = islice(resized(self.model, self.example_inputs()), 3)
+        sizes = islice(resized(self.model, self.example_inputs()), 6)
         return [drawn(self.model, each, seed) for each in sizes]
 
     def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:

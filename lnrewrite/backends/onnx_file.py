@@ -31,7 +31,8 @@ def read(path: Path, name: str) -> ir.Model:
     try:
         proto.ParseFromString(path.read_bytes())
     except DecodeError as why:
-        raise LnrewriteError("LN015", f"model {name!r}", f"its protobuf cannot be read: {why}", "fetch it again") from why
+        text = f"its protobuf cannot be read: {why}"
+        raise LnrewriteError("LN015", f"model {name!r}", text, "fetch it again") from why
     check = _Check(proto, path, name)
     check.versions()
     check.graph(proto.graph, frozenset())
@@ -89,13 +90,15 @@ class _Check:
             self.tensor(tensor)
             self.agrees(tensor, declared.get(tensor.name))
         for sparse in graph.sparse_initializer:
-            self.tensor(sparse.values), self.tensor(sparse.indices)
+            self.tensor(sparse.values)
+            self.tensor(sparse.indices)
         self.nodes(graph.node, known)
 
     def nodes(self, nodes: object, known: set[str] | frozenset[str]) -> None:
         known = set(known) | {o for node in nodes for o in node.output}  # type: ignore[attr-defined]
         for node in nodes:  # type: ignore[attr-defined]
-            if not node.domain.startswith(DOMAINS[1:]) and node.domain and (node.domain, node.op_type) not in self.functions:
+            known_domain = not node.domain or node.domain.startswith(DOMAINS[1:])
+            if not known_domain and (node.domain, node.op_type) not in self.functions:
                 raise self.invalid(f"{node.op_type} is of the domain {node.domain!r}, which nothing here knows")
             if missing := next((i for i in node.input if i and i not in known), None):
                 raise self.invalid(f"{node.op_type} {node.name!r} reads {missing!r}, which nothing makes")
@@ -178,13 +181,23 @@ def write(model: ir.Model, target: Path) -> list[Path]:
     Up to `ONE_FILE` bytes of weights are written into the model, more beside it as `<name>.data`. The caller moves the
     files into place: an interrupted call leaves some of them.
     """
-    size = sum(v.const_value.nbytes for v in _initializers(model) if v.const_value is not None)
-    if size <= ONE_FILE:
-        ir.save(model, target)
+    if bytes_of(model) <= ONE_FILE:
+        ir.save(whole(model), target)
         return [target]
     data = target.with_name(f"{target.name}.data")
     ir.save(model, target, external_data=data.name, size_threshold_bytes=1024)
     return [target, data]
+
+
+def bytes_of(model: ir.Model) -> int:
+    """Return how many bytes a model's weights take."""
+    return sum(v.const_value.nbytes for v in _initializers(model) if v.const_value is not None)
+
+
+def whole(model: ir.Model) -> ir.Model:
+    """Return a copy of a model that refers to no file: for models of up to `ONE_FILE` bytes of weights."""
+    model = model.clone()
+    return ir.external_data.load_to_model(model)
 
 
 def _initializers(model: ir.Model) -> Iterator[ir.Value]:

@@ -13,7 +13,7 @@ from ..diagnostics import LnrewriteError
 from .onnx_run import TORCH
 
 Sizes = dict[str, int]
-TRIALS = 60
+TRIALS = 600
 
 
 def given(model: ir.Model) -> dict[str, ir.Value]:
@@ -79,7 +79,7 @@ def id_limits(model: ir.Model) -> dict[str, int]:
     """Return how many rows the table has that each integer input looks up, straight or through casts and shapes."""
     limits: dict[str, int] = {}
     for name, value in given(model).items():
-        todo, seen = [value], set()
+        todo, seen = [value], set[ir.Node]()
         while todo and len(seen) < 64:
             held = todo.pop()
             for node, index in held.uses():
@@ -112,17 +112,26 @@ def _sizes(model: ir.Model) -> Iterator[Sizes]:
     names = list(dict.fromkeys(d for each in dims for d in each if isinstance(d, str)))
     first = [each[0] for each in dims if each and isinstance(each[0], str)]
     batch = max(first, key=first.count) if first else ""
-    base = {name: 2 if name == batch else 5 + 2 * i for i, name in enumerate(n for n in names if n != batch)}
+    base = {name: (6 << i) - 1 for i, name in enumerate(n for n in names if n != batch)}  # 5, 11, 23: no sums by chance
     base |= {batch: 2} if batch else {}
     written = {n: n.replace(" ", "").split("+") for n in names if "+" in n}
     base |= {n: sum(int(p) if p.isdigit() else base.get(p, 0) for p in parts) for n, parts in written.items()}
-    yield base
     others = [n for n in names if n != batch]
-    for name in reversed(others):
-        for a, b in itertools.combinations([n for n in others if n != name], 2):
-            yield base | {name: base[a] + base[b]}
+    pairs = ((n, p) for n in reversed(others) for p in itertools.combinations([m for m in others if m != n], 2))
+    sums = [{name: base[a] + base[b]} for name, (a, b) in pairs]
+    known = [{name: size} for name in reversed(others) for size in _divisors(model)]  # such as a head's size
+    both = [{**b, **a} for a in sums for b in known if not a.keys() & b.keys()]
+    for rows in (2, 1):  # some decoders take one row when they are given a past
+        for change in ({}, *sums, *known, *both):
+            yield base | change | ({batch: rows} if batch else {})
     yield base | dict.fromkeys(others, 8)
     yield dict.fromkeys(names, 1)
+
+
+def _divisors(model: ir.Model) -> list[int]:
+    """Return the powers of two, from 8 to 256, that divide a size of a weight."""
+    sizes = {d for v in model.graph.initializers.values() for d in v.shape or () if isinstance(d, int)}
+    return [n for n in (64, 128, 16, 32, 8, 256) if any(d % n == 0 for d in sizes)]
 
 
 def _sums(sizes: Sizes) -> dict[str, tuple[str, str]]:

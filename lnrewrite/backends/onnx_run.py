@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..diagnostics import LnrewriteError
 from .onnx_double import doubled, widened
-from .onnx_file import ONE_FILE, write
+from .onnx_file import ONE_FILE, bytes_of, whole, write
 
 TORCH = {
     ir.DataType.FLOAT: torch.float32, ir.DataType.DOUBLE: torch.float64, ir.DataType.FLOAT16: torch.float16,
@@ -47,7 +47,7 @@ class OnnxModule(torch.nn.Module):
         key = tuple(sorted(set(names)))
         if key not in self._watched:
             self._watched[key] = _session(_watching(self.model, key))
-        held = [v.name for v in self.model.graph.outputs]
+        held = [str(v.name) for v in self.model.graph.outputs]
         wanted = [*held, *(n for n in key if n not in held)]
         found = self._watched[key](self.feed(args, inputs))
         return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found, strict=True)}
@@ -55,11 +55,11 @@ class OnnxModule(torch.nn.Module):
     @cached_property
     def inputs(self) -> dict[str, ir.Value]:
         """Return the inputs that a call gives, by name."""
-        return {v.name or "": v for v in self.model.graph.inputs if v.const_value is None}
+        return {str(v.name): v for v in self.model.graph.inputs if v.const_value is None}
 
     def feed(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return a call's inputs as arrays of the types that the model declares."""
-        given = {**dict(zip(self.inputs, args, strict=False)), **inputs}
+        given: dict[str, Any] = {**dict(zip(self.inputs, args, strict=False)), **inputs}
         wanted = ", ".join(self.inputs)
         for kind, names in (("lacks", self.inputs.keys() - given), ("has an unknown", given.keys() - self.inputs)):
             if names:
@@ -104,14 +104,13 @@ def _session(model: ir.Model) -> Run:
     model = _plain_ends(model)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    size = sum(v.const_value.nbytes for g in model.graphs() for v in g.initializers.values() if v.const_value)
     try:
-        if size > ONE_FILE:
+        if bytes_of(model) > ONE_FILE:
             with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:
                 path = write(model, Path(folder) / "model.onnx")[0]
                 session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         else:
-            content = ir.to_proto(model).SerializeToString()
+            content = ir.to_proto(whole(model)).SerializeToString()
             session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as why:  # ONNX Runtime has no common base class of its errors
         raise LnrewriteError("LN030", "ONNX Runtime", _telling(why), "see `lnrewrite explain LN030`") from why

@@ -12,8 +12,8 @@ from onnx_ir.passes.common import ShapeInferencePass
 from .onnx_ops import CONTRIB
 
 LIKE_FIRST = {
-    ("", "SimplifiedLayerNormalization"): 2, (CONTRIB, "FastGelu"): 2, (CONTRIB, "BiasGelu"): 2,
-    (CONTRIB, "QuickGelu"): 1, (CONTRIB, "Gelu"): 1, (CONTRIB, "RotaryEmbedding"): 4,
+    ("", "LayerNormalization"): 3, ("", "SimplifiedLayerNormalization"): 2, (CONTRIB, "FastGelu"): 2,
+    (CONTRIB, "BiasGelu"): 2, (CONTRIB, "QuickGelu"): 1, (CONTRIB, "Gelu"): 1, (CONTRIB, "RotaryEmbedding"): 4,
     (CONTRIB, "MultiHeadAttention"): 10, (CONTRIB, "GroupQueryAttention"): 14,
 }  # fmt: skip
 """Operators whose first output has their first input's shape, with the number of inputs that they may have."""
@@ -21,7 +21,7 @@ LIKE_FIRST = {
 
 def infer_shapes(model: ir.Model) -> None:
     """Fill in the shapes and types that a model's values lack, where onnx's own inference finds them."""
-    if all(v.shape is not None for node in model.graph for v in node.outputs):
+    if all(v.shape is not None and v.dtype is not None for node in model.graph for v in node.outputs):
         return
     with _meanings(model), _products(model.graph):
         ShapeInferencePass(check_type=False, strict_mode=False)(model)

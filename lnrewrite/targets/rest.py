@@ -68,6 +68,7 @@ def _cleaned(model: ir.Model) -> None:
         InlinePass(), RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass(),
     ):  # fmt: skip
         clean(model)
+    infer_shapes(model)
 
 
 GROUPS: dict[str, Group] = {"gelu": _gelu, "rotary": _rotary, "attention": _attention}

@@ -1,0 +1,282 @@
+"""ONNX files as they come: hostile ones end in one line and a code, good ones come back as they were."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import lnrewrite as lnr
+from lnrewrite.backends import onnx_file
+
+WIDTH = 8
+
+
+def model_of(opset: int = 18, **external: str) -> onnx.ModelProto:
+    """Build x + relu(norm(x) @ a) @ b; `external` moves the weight `a` into a file."""
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}]>
+    g (float[n,t,{WIDTH}] x) => (float[n,t,{WIDTH}] y) {{
+        u = LayerNormalization <axis = -1> (x, g1, b1) h = MatMul (u, a) r = Relu (h) f = MatMul (r, b)
+        y = Add (x, f) }}"""
+    model = onnx.parser.parse_model(text)
+    rng = np.random.default_rng(0)
+    for name, shape in (("g1", (WIDTH,)), ("b1", (WIDTH,)), ("a", (WIDTH, 16)), ("b", (16, WIDTH))):
+        model.graph.initializer.append(numpy_helper.from_array(rng.normal(size=shape).astype("float32"), name))
+    if external:
+        tensor = model.graph.initializer[2]
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in external.items():
+            tensor.external_data.add(key=key, value=value)
+    return model
+
+
+Spoil = Callable[[onnx.ModelProto, Path], None]
+SPOILS: dict[str, tuple[str, Spoil]] = {}
+
+
+def spoils(code: str) -> Callable[[Spoil], Spoil]:
+    def enter(spoil: Spoil) -> Spoil:
+        SPOILS[spoil.__name__] = (code, spoil)
+        return spoil
+
+    return enter
+
+
+@spoils("LN027")
+def opset_of_the_future(model: onnx.ModelProto, folder: Path) -> None:
+    model.opset_import[0].version = 999
+
+
+@spoils("LN027")
+def opset_of_the_past(model: onnx.ModelProto, folder: Path) -> None:
+    model.opset_import[0].version = 7
+
+
+@spoils("LN027")
+def ir_version_of_the_future(model: onnx.ModelProto, folder: Path) -> None:
+    model.ir_version = 999
+
+
+@spoils("LN030")
+def no_opset(model: onnx.ModelProto, folder: Path) -> None:
+    del model.opset_import[:]
+
+
+@spoils("LN030")
+def cycle(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[0].input[0] = "f"
+
+
+@spoils("LN030")
+def value_made_twice(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[2].output[0] = "h"
+
+
+@spoils("LN030")
+def input_that_nothing_makes(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[1].input[0] = "nowhere"
+
+
+@spoils("LN030")
+def output_that_nothing_makes(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.output[0].name = "nowhere"
+
+
+@spoils("LN030")
+def unknown_domain(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[2].domain = "evil.corp"
+
+
+@spoils("LN030")
+def too_few_bytes(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer[2].raw_data = b"1234"
+
+
+@spoils("LN030")
+def two_to_the_31(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer[2].dims[:] = [1 << 31, 1 << 31]
+
+
+@spoils("LN030")
+def negative_size(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer[2].dims[:] = [-1, 16]
+
+
+@spoils("LN030")
+def unknown_type(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer[2].data_type = 4321
+
+
+@spoils("LN030")
+def shape_against_its_declaration(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.value_info.append(helper.make_tensor_value_info("a", TensorProto.FLOAT, [3, 3]))
+
+
+@spoils("LN030")
+def recursive_function(model: onnx.ModelProto, folder: Path) -> None:
+    node = helper.make_node("F", ["p"], ["q"], domain="own")
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
+    model.functions.append(helper.make_function("own", "F", ["p"], ["q"], [node], imports))
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    model.graph.node[2].domain, model.graph.node[2].op_type = "own", "F"
+
+
+def at(**external: str) -> Spoil:
+    def move(model: onnx.ModelProto, folder: Path) -> None:
+        model.CopyFrom(model_of(**external))
+
+    return move
+
+
+def linked(model: onnx.ModelProto, folder: Path) -> None:
+    (folder / "link").symlink_to(folder.parent / "secret")
+    model.CopyFrom(model_of(location="link"))
+
+
+def linked_folder(model: onnx.ModelProto, folder: Path) -> None:
+    (folder / "sub").symlink_to(folder.parent, target_is_directory=True)
+    model.CopyFrom(model_of(location="sub/secret"))
+
+
+def pipe(model: onnx.ModelProto, folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    model.CopyFrom(model_of(location="pipe"))
+
+
+def short(model: onnx.ModelProto, folder: Path) -> None:
+    (folder / "w").write_bytes(bytes(100))
+    model.CopyFrom(model_of(location="w"))
+
+
+def in_a_subgraph(model: onnx.ModelProto, folder: Path) -> None:
+    tensor = model_of(location="../secret").graph.initializer[2]
+    body = helper.make_graph([helper.make_node("Identity", ["a2"], ["o"])], "b", [], [], [tensor])
+    body.initializer[0].name = "a2"
+    body.output.append(helper.make_tensor_value_info("o", TensorProto.FLOAT, None))
+    condition = numpy_helper.from_array(np.array(True), "yes")
+    model.graph.initializer.append(condition)
+    model.graph.node.append(helper.make_node("If", ["yes"], ["z"], then_branch=body, else_branch=body))
+
+
+SPOILS |= {
+    "missing": ("LN031", at(location="nothing")), "upwards": ("LN031", at(location="../secret")),
+    "absolute": ("LN031", at(location="/etc/passwd")), "nameless": ("LN031", at(location="")),
+    "negative offset": ("LN031", at(location="w", offset="-4")), "no number": ("LN031", at(location="w", offset="x")),
+    "lying length": ("LN031", at(location="w", length="99999999999")), "folder": ("LN031", at(location=".")),
+    "linked": ("LN031", linked), "linked folder": ("LN031", linked_folder), "pipe": ("LN031", pipe),
+    "short": ("LN031", short), "subgraph": ("LN031", in_a_subgraph),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_hostile_files_end_in_one_line_with_a_code(name: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(4 * WIDTH * 16))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    code, spoil = SPOILS[name]
+    if name not in {"short"}:
+        (folder / "w").write_bytes(bytes(4 * WIDTH * 16))
+    model = model_of()
+    spoil(model, folder)
+    (folder / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(lnr.LnrewriteError) as error:
+        lnr.load(str(folder / "m.onnx"))
+    assert error.value.code == code and "\n" not in str(error.value)
+
+
+def test_a_cut_or_flipped_file_never_ends_in_another_exception(tmp_path: Path) -> None:
+    content = model_of().SerializeToString()
+    rng = np.random.default_rng(0)
+    spoiled = [content[: int(n)] for n in rng.integers(1, len(content), 40)]
+    for _ in range(120):
+        flipped = bytearray(content)
+        for place in rng.integers(0, len(content), 2):
+            flipped[place] ^= int(rng.integers(1, 256))
+        spoiled.append(bytes(flipped))
+    loaded = 0
+    for each in spoiled:
+        (tmp_path / "m.onnx").write_bytes(each)
+        try:
+            lnr.load(str(tmp_path / "m.onnx")).inspect()
+            loaded += 1
+        except lnr.LnrewriteError as error:
+            assert "\n" not in str(error)
+    assert 0 < loaded < len(spoiled)
+
+
+def test_nothing_outside_the_folder_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(4 * WIDTH * 16))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "model" / "m.onnx").write_bytes(model_of(location="link").SerializeToString())
+    code = """
+import sys, lnrewrite as lnr, lnrewrite.onnx_program
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event in ("open", "mmap.__new__") else None)
+try: lnr.load(sys.argv[1])
+except lnr.LnrewriteError as error: print(error.code, [o for o in opened if "secret" in o or "link" in o])
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "model" / "m.onnx")]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "LN031 []"
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 100])
+def test_what_is_written_comes_back(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.onnx").write_bytes(model_of(location="w").SerializeToString())
+    weights = np.random.default_rng(0).normal(size=(WIDTH, 16)).astype("float32")
+    (tmp_path / "w").write_bytes(weights.tobytes())
+    monkeypatch.setattr(onnx_file, "ONE_FILE", limit)
+    program = lnr.load(str(tmp_path / "m.onnx"))
+    result = lnr.Pipeline.parse("fold-affine").run(program)
+    result.program.save(tmp_path / "m.onnx", force=True)  # over the file that it is read from
+    again = lnr.load(str(tmp_path / "m.onnx"))
+    assert lnr.verify(result.program, again)["verdict"] == "equal"
+    assert lnr.verify(program, again)["verdict"] == "within"
+    assert (tmp_path / "m.onnx.data").exists() == (limit == 100)
+    assert [v.name for v in again.model.graph.inputs] == ["x"]
+
+
+def test_old_and_unordered_models_are_read(tmp_path: Path) -> None:
+    model = model_of(11)
+    nodes = list(model.graph.node)[::-1]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    assert lnr.load(str(tmp_path / "m.onnx")).inspect()["placement"] == "pre"
+
+
+CACHED = """<ir_version: 8, opset_import: ["" : 18]>
+g (int64[batch,sequence] ids, float[batch,past,8] past, float[batch,{total}] mask)
+  => (float[batch,sequence,8] y, float[batch,all,8] present) {
+    x = Gather (table, ids) u = LayerNormalization <axis = -1> (x, g1) q = MatMul (u, a)
+    present = Concat <axis = 1> (past, q) k = Transpose <perm = [0, 2, 1]> (present) s = MatMul (q, k)
+    axes = Constant <value_ints = [1]> () m = Unsqueeze (mask, axes) t = Add (s, m) p = Softmax (t)
+    f = MatMul (p, present) o = MatMul (f, b) y = Add (x, o) }"""
+
+
+@pytest.mark.parametrize("total", ["total", '"past + sequence"'])
+def test_inputs_of_a_decoder_with_a_cache_are_made_up(total: str, tmp_path: Path) -> None:
+    """That the mask is as long as past and new tokens together is found by trying."""
+    model, rng = onnx.parser.parse_model(CACHED.replace("{total}", total)), np.random.default_rng(0)
+    for name, shape in (("table", (11, 8)), ("g1", (8,)), ("a", (8, 8)), ("b", (8, 8))):
+        model.graph.initializer.append(numpy_helper.from_array(rng.normal(size=shape).astype("float32"), name))
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    program = lnr.load(str(tmp_path / "m.onnx"))
+    inputs = program.example_inputs()
+    assert inputs["mask"].shape[1] == inputs["ids"].shape[1] + inputs["past"].shape[1]
+    assert int(inputs["ids"].max()) < 11
+    result = lnr.Pipeline.parse("fold-affine").run(program)
+    result.program.save(tmp_path / "o.onnx")
+    after = lnr.load(str(tmp_path / "o.onnx"))
+    assert [v.name for v in after.model.graph.inputs] == ["ids", "past", "mask"]
+    assert [v.name for v in after.model.graph.outputs] == ["y", "present"]
+    found = lnr.verify(program, after)
+    assert found["verdict"] == "within" and len({tuple(s) for s in found["shapes_tried"]}) > 2
