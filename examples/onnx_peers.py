@@ -11,7 +11,9 @@ runs), with the adds that ride in them; times are medians of paired CPU times to
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -74,8 +76,9 @@ def plain(name: str, opset: int, dtype: str, path: Path) -> None:
     model, inputs = build(name)
     if dtype == "fp16":
         model, inputs = model.half(), {k: v.half() if v.is_floating_point() else v for k, v in inputs.items()}
-    dims = {k: dict.fromkeys(range(2 if v.dim() == 2 else 1), torch.export.Dim.DYNAMIC) for k, v in inputs.items()}
-    keywords = {**inputs, "use_cache": False} if hasattr(model.config, "use_cache") else inputs
+    dims = {k: dict.fromkeys(range(2 if v.dim() == 2 else 1), torch.export.Dim.AUTO) for k, v in inputs.items()}
+    cached = "use_cache" in inspect.signature(model.forward).parameters
+    keywords = {**inputs, "use_cache": False} if cached else inputs
     shapes = {**dict.fromkeys(keywords), **dims}
     exported = torch.onnx.export(
         model, kwargs=keywords, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False
@@ -198,7 +201,7 @@ def row(name: str, opset: int, dtype: str, tools: list[str], folder: Path, time:
 def words(found: dict[str, Any], expected: int) -> str:
     """Write a cell: norms of those expected, adds absorbed, time."""
     if "failed" in found:
-        return "fails: " + found["failed"].split(":")[0].split(".")[-1][:24]
+        return "fails: " + next(iter(re.findall(r"\w*(?:Error|Exception|Fail)\b", found["failed"])), "no message")
     if found.get("wrong"):
         return f"wrong by {found['error']:.1g}"
     time = f" {found['time']['median']:.2f}" if "time" in found else ""

@@ -215,6 +215,9 @@ def bench(models: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **
     for model in models:
         identify(model)
     with working(quiet, "timing") as say:
+        from .program import need_onnx
+
+        need_onnx("bench")
         from .benching import bench as timed
 
         how["inputs"] = list(how["inputs"]) or None

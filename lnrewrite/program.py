@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -178,6 +179,7 @@ class Program:
 
     def export(self, path: str | os.PathLike[str], **how: Any) -> Report:
         """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.exporting.export`."""
+        need_onnx(str(path))
         from .exporting import export
 
         return export(self, path, **how)
@@ -219,6 +221,14 @@ def capture(
     return Program(capture_module(module, args, kwargs, dynamic_shapes))
 
 
+def need_onnx(what: str) -> None:
+    """Raise LnrewriteError LN018 where the packages that ONNX takes are not installed."""
+    for name in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(name) is None:
+            remedy = "pip install lnrewrite[cpu] (or lnrewrite[gpu])"
+            raise LnrewriteError("LN018", what, f"ONNX needs the package {name}", remedy)
+
+
 def check_finite(module: nn.Module) -> None:
     """Raise LnrewriteError LN024 where a floating point parameter holds NaN or infinite values."""
     for name, parameter in module.named_parameters():
@@ -247,6 +257,7 @@ def load(
     from .open import open_module
 
     if (form := identify(model)).format is Format.ONNX:
+        need_onnx(f"model {model!r}")
         from .onnx_program import OnnxProgram
 
         assert form.path is not None
