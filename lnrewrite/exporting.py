@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -30,7 +31,7 @@ from .report import Form, Report
 from .targets.forms import lower, split
 from .targets.precision import lower_precision
 from .targets.rest import FOR, optimise
-from .targets.table import TARGETS
+from .targets.table import NO_CUDA_KERNEL, TARGETS
 from .verifying import proof
 
 FILE = 2e-5
@@ -78,13 +79,21 @@ def export(
         notes += lower_precision(model, dtype)
     say(f"choosing norm forms for {target}")
     rows = [Form(row.site, row.form, row.why) for row in lower(model, TARGETS[target], version("onnxruntime"))]
+    if target == "cuda" and (lacking := off_cuda(model)):
+        notes.append(f"ONNX Runtime has no CUDA kernel for {lacking}: they run on the CPU, copies around them")
     stamp(model, version=__version__, target=target, dtype=dtype)
     found = put(model, output, program if verify else None, bound, say)
     placement = program.network.placement
     return Report(
-        "", Exactness.STRUCTURAL, (), placement, placement, notes=tuple(notes), output=str(output),
+        "", Exactness.ALGEBRAIC, (), placement, placement, notes=tuple(notes), output=str(output),
         norms=(*rows, *left), proof=found,
     )  # fmt: skip
+
+
+def off_cuda(model: ir.Model) -> str:
+    """Name the operators, and how many of each, that ONNX Runtime's CUDA provider does not run."""
+    counts = Counter(node.op_type for node in model.graph if node.domain == "" and node.op_type in NO_CUDA_KERNEL)
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 def held_in_half(program: Any) -> bool:

@@ -70,6 +70,20 @@ def test_the_rest_of_the_graph_is_fused_for_cuda(programs: Programs, tmp_path: P
     assert "transformer.h.0.attn.c_attn.weight" in names
 
 
+def test_operators_that_cuda_lacks_are_named(tmp_path: Path) -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.up(self.norm(x)).atan()
+
+    program = lnr.capture(Odd(), (torch.randn(2, 5, 8),))
+    assert any("1 Atan" in note for note in program.export(tmp_path / "m.onnx", target="cuda").notes)
+    assert not any("Atan" in note for note in program.export(tmp_path / "m.onnx", target="cpu").notes)
+
+
 def test_fusions_that_raise_or_change_numbers_are_dropped(monkeypatch: Any) -> None:
     from lnrewrite.targets import rest
 

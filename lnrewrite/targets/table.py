@@ -18,6 +18,15 @@ OLDER = "measured on one CPU core with ORT 1.28"
 KERNELS = "read from the CUDA provider's kernels of ORT 1.31, not measured"
 
 
+NO_CUDA_KERNEL = frozenset({
+    "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr",
+    "BitwiseXor", "Col2Im", "ConvInteger", "Cosh", "CumProd", "DFT", "Det", "Hardmax", "MaxRoiPool",
+    "MelWeightMatrix", "Multinomial", "QLinearConv", "QLinearMatMul", "STFT", "Sinh", "SplitToSequence", "Tan",
+    "Unique",
+})  # fmt: skip
+"""Standard operators on numbers that have no function body and whose names ORT 1.31.1's CUDA provider does not hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Say what a form costs: for these types and ranks (empty: any), from one version of ONNX Runtime up to another."""
