@@ -82,6 +82,15 @@ def layer(square: str = "Pow", root: str = "Div", affine: str = "both", again: b
     return write
 
 
+def _moments(s: Sheet, x: ir.Value) -> ir.Value:
+    """Spell the variance E[x^2] - E[x]^2."""
+    x = s.up(x)
+    m = mean(s, x)
+    variance = s("Sub", mean(s, s("Mul", x, x)), s("Mul", m, m))
+    y = s("Div", s("Sub", x, m), s("Sqrt", s("Add", variance, np.array(EPS))))
+    return s("Add", s("Mul", s.down(y), gain()), bias())
+
+
 SPELLINGS = {
     "rms_pow_reciprocal": rms(lambda s, x, v: s("Mul", x, s("Reciprocal", s("Sqrt", v)))),
     "rms_reciprocal_first": rms(lambda s, x, v: s("Mul", s("Reciprocal", s("Sqrt", v)), x)),
@@ -100,6 +109,7 @@ SPELLINGS = {
     "layer_no_bias": layer(affine="gain"),
     "layer_bare": layer(affine="none"),
     "layer_centred_twice": layer(again=True),
+    "layer_moments": _moments,
     "layer_operator": lambda s, x: s("LayerNormalization", x, gain(), bias(), axis=-1, epsilon=EPS),
     "layer_operator_no_bias": lambda s, x: s("LayerNormalization", x, gain(), axis=-1, epsilon=EPS),
     "rms_operator": lambda s, x: s("RMSNormalization", x, gain(), axis=-1, epsilon=EPS),

@@ -32,6 +32,7 @@ STATISTIC = {
     "rsqrt",
     "pow",
     "add",
+    "sub",
     "clamp_min",
     "maximum",
     "mul",
