@@ -160,7 +160,8 @@ def _outputs(module: torch.nn.Module, batch: Batch, who: str, dtype: str) -> lis
     names = getattr(module, "inputs", None)
     if names is not None and isinstance(batch, Mapping) and len(names) == len(batch) and set(names) != set(batch):
         batch = dict(zip(names, batch.values(), strict=True))
-    mode = contextlib.nullcontext() if dtype == "as written" else Float64()
+    torch_in_double = dtype != "as written" and not hasattr(module, "precision")
+    mode = Float64() if torch_in_double else contextlib.nullcontext()
     try:
         with quiet(), mode, torch.no_grad():
             out = module(**batch) if isinstance(batch, Mapping) else module(*batch)
