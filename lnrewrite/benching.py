@@ -1,7 +1,8 @@
 """Time ONNX models against each other in ONNX Runtime, so that the ratio is of the models and not of the machine.
 
 A round makes a new session of every model, in shuffled order, since where a session's memory lies alone moves times by
-15 %; then runs them in turn, in a new order each time. Ratios are taken within a round.
+15 %; then runs them in turn, in a new order each time. Ratios are taken within a round. Threads spin within a run only:
+ONNX Runtime would let them go on after it, on the cores that the next model needs.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 
+from .backends.onnx_file import read
+from .backends.onnx_inputs import dynamic_axes
 from .backends.onnx_run import OnnxModule
 from .diagnostics import LnrewriteError, unknown
 from .forms import Format, identify
@@ -24,7 +28,16 @@ from .onnx_program import OnnxProgram
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 WARM = 2
 Run = Callable[[], object]
-Feed = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Hold a model that is timed: the user's name for it, its file, its inputs, the sizes of its free dimensions."""
+
+    name: str
+    path: Path
+    feed: Mapping[str, np.ndarray]
+    sizes: Mapping[str, int]
 
 
 def bench(
@@ -41,9 +54,11 @@ def bench(
 ) -> dict[str, Any]:
     """Time ONNX files on one input and return the object of `bench --json`: medians in ms, ratios to the first model.
 
-    target: cpu or cuda (IO binding, CUDA graph, no fallback to the CPU). threads: of the CPU, for one operator.
-    inputs: as `lnrewrite.load` takes them, for all models alike. Each of `rounds` times every model `runs` times.
-    Raises LnrewriteError LN520 where a model is no ONNX file, or does not load or run on the target.
+    target: cpu, or cuda (IO binding, a CUDA graph of these inputs' shapes, no fallback to the CPU). threads: of the
+    CPU, for one operator. inputs: as `lnrewrite.load` takes them, for all models alike, in the types that each
+    declares; made up from the first model where None. Each of `rounds` times every model `runs` times.
+    Raises LnrewriteError LN520 where a model is no ONNX file, does not take the first one's inputs, or does not load or
+    run on the target; LN022 where `inputs` are not the first model's; LN015, LN030, LN031 where a file is broken.
     """
     if target not in PROVIDERS:
         unknown("LN003", "target", target, PROVIDERS)
@@ -51,16 +66,15 @@ def bench(
     if PROVIDERS[target] not in onnxruntime.get_available_providers():
         why = f"this onnxruntime has no {PROVIDERS[target]}"
         raise LnrewriteError("LN520", f"target {target}", why, "pip install lnrewrite[gpu] on a machine with a GPU")
-    paths = [_path(model) for model in models]
-    feed = _feed(paths[0], models[0], inputs, seed)
+    timed = _opened(models, inputs, seed)
     order = random.Random(seed)
-    times: list[list[float]] = [[] for _ in paths]
-    medians: list[list[float]] = [[] for _ in paths]
+    times: list[list[float]] = [[] for _ in timed]
+    medians: list[list[float]] = [[] for _ in timed]
     for index in range(rounds):
         say(f"round {index + 1} of {rounds}")
         ready: dict[int, Run] = {}
-        for each in order.sample(range(len(paths)), len(paths)):
-            ready[each] = _session(paths[each], models[each], feed, target, threads)
+        for each in order.sample(range(len(timed)), len(timed)):
+            ready[each] = _session(timed[each], target, threads)
         taken = _interleaved(ready, runs, order, clock)
         for each, found in taken.items():
             times[each] += found
@@ -77,10 +91,23 @@ def _path(model: str) -> Path:
     return form.path
 
 
-def _feed(path: Path, name: str, inputs: Any, seed: int) -> Feed:
-    """Return the inputs that every model gets: those given, or made up from the first model."""
-    program = OnnxProgram.open(path, name, inputs, seed)
-    return OnnxModule(program.model).feed((), program.example_inputs())
+def _opened(models: Sequence[str], inputs: Any, seed: int) -> list[Timed]:
+    """Read the models, with the inputs that all get: those given, or made up from the first."""
+    paths = [_path(model) for model in models]
+    first = OnnxProgram.open(paths[0], models[0], inputs, seed)
+    given = OnnxModule(first.model).feed((), first.example_inputs())
+    timed = []
+    for name, path in zip(models, paths, strict=True):
+        model = read(path, name)
+        module = OnnxModule(model)
+        try:
+            feed = module.feed((), {key: value for key, value in given.items() if key in module.inputs})
+        except LnrewriteError as error:
+            why = f"the inputs of {models[0]} do not fit: {error.why}"
+            raise LnrewriteError("LN520", f"model {name!r}", why, "time models that take the same inputs") from error
+        sizes = {dim: feed[key].shape[i] for key, axes in dynamic_axes(model).items() for i, dim in axes.items()}
+        timed.append(Timed(name, path, feed, sizes))
+    return timed
 
 
 def _interleaved(
@@ -97,33 +124,41 @@ def _interleaved(
     return taken
 
 
-def _session(path: Path, name: str, feed: Feed, target: str, threads: int) -> Run:
+def _session(model: Timed, target: str, threads: int) -> Run:
     """Return what runs a model once, in a session made for it."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 4
+    options = _options(model, target, threads)
     try:
         if target == "cpu":
-            session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-            held = {i.name: feed[i.name] for i in session.get_inputs()}
-            run: Run = lambda: session.run(None, held)  # noqa: E731
+            session = onnxruntime.InferenceSession(model.path, options, providers=["CPUExecutionProvider"])
+            run: Run = lambda: session.run(None, model.feed)  # noqa: E731
         else:
-            run = _on_cuda(path, feed, options)
+            run = _on_cuda(model, options)
         run()
     except Exception as why:  # ONNX Runtime has no common base class of its errors
-        text = f"{name} does not run: {str(why) or type(why).__name__}"
-        raise LnrewriteError("LN520", f"model {name!r}", text, "see `lnrewrite explain LN520`") from why
+        text = f"it does not run: {str(why) or type(why).__name__}"
+        raise LnrewriteError("LN520", f"model {model.name!r}", text, "see `lnrewrite explain LN520`") from why
     return run
 
 
-def _on_cuda(path: Path, feed: Feed, options: onnxruntime.SessionOptions) -> Run:
+def _options(model: Timed, target: str, threads: int) -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if target == "cuda":
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        for name, size in model.sizes.items():  # a CUDA graph has one shape; free ones are computed on the CPU
+            options.add_free_dimension_override_by_name(name, size)
+    return options
+
+
+def _on_cuda(model: Timed, options: onnxruntime.SessionOptions) -> Run:
     """Return what replays a model's CUDA graph on inputs and outputs that stay on the device, and waits for it."""
-    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     provider = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
-    session = onnxruntime.InferenceSession(path, options, providers=provider)
+    session = onnxruntime.InferenceSession(model.path, options, providers=provider, enable_fallback=0)
     binding = session.io_binding()
-    for item in session.get_inputs():
-        binding.bind_ortvalue_input(item.name, onnxruntime.OrtValue.ortvalue_from_numpy(feed[item.name], "cuda", 0))
+    for name, value in model.feed.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(value, "cuda", 0))
     for item in session.get_outputs():
         binding.bind_output(item.name, "cuda")
     session.run_with_iobinding(binding)

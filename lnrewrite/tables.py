@@ -39,8 +39,8 @@ def placement_map(found: Mapping[str, Any], every: bool = False) -> str:
 
 def timings(found: Mapping[str, Any]) -> str:
     """Return the table of a `bench` object: a row per model, times in ms, the ratio to the first with its spread."""
-    head = f"{found['target']}, {found['threads']} CPU thread{'s' * (found['threads'] != 1)}; "
-    head += f"{found['rounds']} sessions of each model, {found['runs']} runs in each, interleaved"
+    threads = "1 CPU thread" if found["threads"] == 1 else f"{found['threads']} CPU threads, spinning within a run"
+    head = f"{found['target']}, {threads}; {found['rounds']} sessions of each model, {found['runs']} runs in each"
     rows: list[tuple[str, ...]] = [("model", "median ms", "p10", "p90", "ratio", "p10", "p90")]
     for row in found["models"]:
         ratio = row["ratio_to_first"]
@@ -48,7 +48,7 @@ def timings(found: Mapping[str, Any]) -> str:
         rows.append((_shortened(row["path"]), *times, *(f"{ratio[key]:.3f}" for key in ("median", "p10", "p90"))))
     wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = ((c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, wide, strict=True))) for r in rows)
-    return "\n".join([head, "", *("  ".join(row) for row in cells)])
+    return "\n".join([*wrapped([f"{head}, interleaved"]), "", *("  ".join(row) for row in cells)])
 
 
 def drawing(block: Block) -> str:
