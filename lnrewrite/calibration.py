@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from .backends.capture import evaluating, quiet
 from .backends.captured import CapturedModule
 from .diagnostics import LnrewriteError
+from .opgraph import OpGraph
 from .pipeline import Batch, Samples
 from .stream import Block, Network, Stream, Where
 
@@ -45,6 +46,17 @@ def collect(network: Network, record: Record, batches: Sequence[Batch], seed: in
             why = f"the value of {name} is NaN or infinite on this data"
             raise LnrewriteError("LN026", "calibration", why, "run the model in float32, or check data and weights")
     return {block: Samples(**{k: arrays.get(n) for k, n in nodes.items()}) for block, nodes in names.items()}
+
+
+def peaks(graph: OpGraph, record: Record, batches: Sequence[Batch]) -> dict[str, float]:
+    """Return the largest size of a number in each floating point value of a graph, over all batches."""
+    names = [op.name for op in graph if "float" in op.dtype and op.name not in graph.constant and op.shape is not None]
+    found = dict.fromkeys(names, 0.0)
+    for batch in batches:
+        for name, value in record(batch, names).items():
+            largest = value.abs().max().item() if value.numel() else 0.0
+            found[name] = max(found[name], float(largest))
+    return found
 
 
 def recorder(module: CapturedModule) -> Record:

@@ -310,7 +310,7 @@ def _rewrite(
         if calibrate is not None:
             say(f"reading {calibrate}")
         data = _data(program, calibrate, how["seed"])
-        result = pipeline.run(program, data, partial or preset, how["seed"], data=calibrate, progress=say)
+        result = pipeline.run(program, data, partial or preset, how["seed"], data=calibrate, progress=say, consume=True)
         report = replace(result.report, output=None if target is None else str(target))
         if preset and report.refusals and not report.edits:
             first = report.refusals[0]

@@ -179,9 +179,10 @@ page(
 )
 page(
     "LN104",
-    "quantised or adapted weights",
-    """The edit needs to change weights that are quantised or wrapped by an
-     adapter (LoRA). Merge or dequantise first.""",
+    "weights out of reach",
+    """The edit needs to change weights that are quantised, wrapped by an adapter
+     (LoRA), computed, or behind something that is no linear map. Merge or
+     dequantise first where it is one of these.""",
 )
 page("LN105", "computed gain", "The gain is computed from its parameter in a way that has no inverse to write back to.")
 page("LN110", "placement not reachable", "The block's structure leaves no place for the norm that the target needs.")
@@ -192,6 +193,58 @@ page(
     "LN114",
     "skip is not bare",
     "The trunk is scaled or transformed between blocks, in a way the conversion cannot carry.",
+)
+page(
+    "LN120",
+    "the stream is seen elsewhere",
+    """Something reads the stream's state as it is: an output, a pooling, a linear map
+     without a norm. A change of basis would be seen there.""",
+)
+page(
+    "LN121",
+    "gain brings a mean in",
+    """Behind this norm its gain or bias stands before the stream, so that what enters
+     the stream cannot have zero mean.""",
+)
+page(
+    "LN122",
+    "gain does not rotate",
+    """A gain per channel does not commute with a rotation. Fold it first; a gain before
+     an add (output norms) cannot be folded.""",
+)
+page(
+    "LN123",
+    "a factor per channel beside the stream",
+    "A LayerScale or the like mixes differently after a change of basis. absorb-scales takes it into weights.",
+)
+page("LN124", "blocks do not fill the width", "The size of a rotation's blocks must divide the number of channels.")
+page(
+    "LN125",
+    "a factor per channel before a norm",
+    "One number that multiplies what a norm reads goes into its eps; one per channel changes what the norm sees.",
+)
+page(
+    "LN126",
+    "trunk factors stay",
+    """The trunk's factors can be absorbed only where nothing but norms and linears sees
+     the stream's size, they are positive, and their product stays within 1e-2 to 1e2.""",
+)
+page("LN127", "not the rows of one table", "A norm can be folded into a table only if it reads nothing but its rows.")
+page(
+    "LN128",
+    "a gain between two norms",
+    "A norm of a norm merges only if what stands between them is one number for all channels.",
+)
+page(
+    "LN129",
+    "asymptotic only",
+    "LayerNorm of RMSNorm is one LayerNorm only as eps goes to 0; `asymptotic=true` accepts that error.",
+)
+page(
+    "LN130",
+    "beyond fp16",
+    """This value inside a branch is larger than fp16 holds, and no linear arm leads
+     there from which a factor could be taken.""",
 )
 # LN2xx: detection
 page("LN201", "no residual stream", "No add joins a value with something computed from that same value by weights.")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from html import escape
 from typing import Any
 
 from .plan import Refusal
-from .stream import Block, Network, Site, Stream
+from .stream import Block, Network, Norm, Site, Stream
 
 
 class Picture(str):
@@ -69,13 +69,22 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
         "placement": network.placement,
         "streams": [stream(s) for s in network.streams],
         "norms": {
-            "total": len(every),
-            "on_stream": len(on_stream),
-            "kinds": dict(sorted(Counter(str(s.norm.kind) for s in every).items())),
+            "total": len(list(_norms(every))),
+            "on_stream": len(list(_norms(on_stream))),
+            "kinds": dict(sorted(Counter(str(n.kind) for n in _norms(every)).items())),
         },
         "refusals": [r.to_dict() for r in network.refusals if isinstance(r, Refusal)],
         "notes": list(notes),
     }
+
+
+def _norms(sites: Iterable[Site]) -> Iterator[Norm]:
+    """Yield the norms of sites, those under another norm too."""
+    for site in sites:
+        norm: Norm | None = site.norm
+        while norm:
+            yield norm
+            norm = norm.over
 
 
 def _distinct(sites: Iterable[Site]) -> list[Site]:

@@ -120,20 +120,30 @@ class OnnxProgram:
 
     def values(self, param: str) -> Any:
         """Return an initializer's values as a float64 numpy array."""
+        return self._known(param).numpy().astype("float64")
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        """Return an initializer's shape."""
+        return tuple(int(d) for d in self._known(param).shape.numpy())
+
+    def _known(self, param: str) -> ir.TensorProtocol:
         found = self.model.graph.initializers.get(param)
         if found is None or found.const_value is None:
             raise LnrewriteError("LN301", param, "the model has no such parameter", "report this with the model")
-        return found.const_value.numpy().astype("float64")
+        return found.const_value
 
     def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
         """Run the model on the batches and return what each block saw and did, [tokens, width] each."""
+        return calibration.collect(self.network, self._record, batches)
 
-        def record(batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
-            named = batch if isinstance(batch, Mapping) else dict(zip(self.example_inputs(), batch, strict=True))
-            found = self.module().watch(wanted, **named)
-            return {name: found[name] for name in wanted}
+    def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:
+        """Run the model on the batches and return the size of the largest number in each value of its graph."""
+        return calibration.peaks(self.graph, self._record, batches)
 
-        return calibration.collect(self.network, record, batches)
+    def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        named = batch if isinstance(batch, Mapping) else dict(zip(self.example_inputs(), batch, strict=True))
+        found = self.module().watch(wanted, **named)
+        return {name: found[name] for name in wanted}
 
     def synthetic(self, seed: int) -> Sequence[Batch]:
         """Make up eight batches of inputs that the model accepts."""
@@ -150,17 +160,13 @@ class OnnxProgram:
         """Compare another program's outputs with this one's on the batches."""
         return drift(self.module(), other.module(), batches, held_out)
 
-    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str) -> tuple[Self, int]:
-        """Carry edits out on a copy, weights lazily; return it and how many edits were made."""
+    def apply(
+        self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
+    ) -> tuple[Self, int]:
+        """Carry edits out on a copy, weights lazily, and return it with their number; a copy costs nothing to save."""
         model = self.model.clone()
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
-        surgery = Surgery(OnnxEditor(model, self.graph), self.graph, vectors)
-        count = 0
-        for stream, proposal in edits:
-            for edit in proposal.edits:
-                surgery.apply(stream, edit, label)
-                count += 1
-        surgery.finish()
+        count = Surgery(OnnxEditor(model, self.graph), self.graph, vectors).carry_out(edits, label)
         return type(self)(model, style=self.style, given=self._given, done=(*self.done, label)), count
 
     def to_onnx(self, opset: int | None = None) -> ir.Model:

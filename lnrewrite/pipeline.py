@@ -24,7 +24,14 @@ from .report import Expected, Report, Skipped, Step
 from .spelling import parse, spell
 from .stream import Block, Network, Stream, site_name
 
-PRESETS = {"exact": "canonicalize,fold-affine"}
+PRESETS = {
+    "exact": "canonicalize,fold-affine",
+    "inference": "fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,canonicalize,fold-affine{final=true},"
+    "layernorm-to-rmsnorm",
+    "quantize": "untie,fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,canonicalize,"
+    "fold-affine{final=true},layernorm-to-rmsnorm,rotate-stream",
+    "fp16": "absorb-scales,rescale-stream{fit=fp16}",
+}
 
 LARGE = 0.2
 """The relative error from which a report advises healing."""
@@ -42,6 +49,7 @@ class Pass(Protocol):
     `name` is the kebab-case word in pipelines. `exactness` is what its edits claim, `needs_data` whether it looks at
     samples; both are class variables, or properties where they depend on the options. A pass may add `needs_blocks`:
     true refuses a model in which no block was found, with detection's reasons; without it such a model stays as it is.
+    With `everywhere` it sees the norms on no stream too, as the inner norms of a stream of width 0 (`Network.rest`).
     """
 
     name: ClassVar[str]
@@ -76,7 +84,8 @@ class Samples:
 class Context:
     """Give a pass what lies beyond its stream; everything is a question, nothing can be changed through it.
 
-    `samples()` runs the model on the calibration data, once, and returns block name -> `Samples`. `is_ones(param)` and
+    `samples()` runs the model on the calibration data, once, and returns block name -> `Samples`; `peaks()` the size of
+    the largest number in each value of the graph, by node. `is_ones(param)` and
     `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array. `seed` is for a
     pass that draws random numbers.
     """
@@ -87,6 +96,8 @@ class Context:
     is_zeros: Callable[[str], bool]
     values: Callable[[str], Any]
     seed: int = 0
+    shape: Callable[[str], tuple[int, ...]] = lambda param: ()
+    peaks: Callable[[], Mapping[str, float]] = dict
 
     def selected(self, expression: str | None) -> frozenset[str]:
         """Return the names of the blocks that a `blocks=` option selects; None selects all."""
@@ -98,12 +109,18 @@ class Model(Protocol):
 
     @property
     def network(self) -> Network: ...
-    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str) -> tuple[Self, int]:
-        """Carry the edits out on a copy; return it and the number of edits that were found applied."""
+    def apply(
+        self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
+    ) -> tuple[Self, int]:
+        """Carry the edits out and return the new program with their number; `consume` may use this one up."""
         ...
 
     def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
         """Run the model on the batches and return what each block saw and did."""
+        ...
+
+    def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:
+        """Run the model on the batches and return the size of the largest number in each value of its graph."""
         ...
 
     def synthetic(self, seed: int) -> Sequence[Batch]:
@@ -113,12 +130,14 @@ class Model(Protocol):
     def is_ones(self, param: str) -> bool: ...
     def is_zeros(self, param: str) -> bool: ...
     def values(self, param: str) -> Any: ...
+    def shape(self, param: str) -> tuple[int, ...]: ...
     def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
         """Compare `other`'s outputs with this model's: the `drift` object of the contract, but for `data`."""
         ...
 
 
 M = TypeVar("M", bound=Model)
+T = TypeVar("T")
 
 
 # ---- pipelines ----
@@ -161,26 +180,29 @@ class Pipeline:
         *,
         data: str | None = None,
         progress: Callable[[str], None] | None = None,
+        consume: bool = False,
     ) -> Result[M]:
         """Run every pass on `program` and return the new program with a report; `program` itself stays as it is.
 
         `calibrate` is an iterable of inputs (dicts of keyword inputs, or tuples); the first three quarters fit, the
         rest measure the drift; None makes inputs up and says so. `data` is what the report calls them. With `partial`,
-        sites that cannot be edited are listed; else the first pass that refuses raises `Refused`.
+        sites that cannot be edited are listed; else the first pass that refuses raises `Refused`. `consume` lets exact
+        passes edit `program` itself, which is of no use afterwards: its weights are in memory once, not twice.
         """
         say = progress or (lambda message: None)
         feed = _Feed(program, calibrate, seed, data)
-        current, done = program, list[_Done]()
+        current, done, before = program, list[_Done](), program.network
+        consume = consume and all(item.exactness < Exactness.CALIBRATED for item in self.passes)
         for index, item in enumerate(self.passes):
             say(f"{index + 1}/{len(self.passes)} {spell(item)}")
-            current, step = _step(item, current, feed, partial, seed)
+            current, step = _step(item, current, feed, partial, seed, consume or current is not program)
             done.append(step)
         exactness = max((d.exactness for d in done if d.step.edits), default=Exactness.STRUCTURAL)
         drift = None
         if exactness >= Exactness.CALIBRATED:
             say("measuring the drift")
             drift = feed.drift(program, current)
-        return Result(current, self._report(program.network, current.network, exactness, done, drift, feed))
+        return Result(current, self._report(before, current.network, exactness, done, drift, feed))
 
     def _report(
         self,
@@ -332,14 +354,17 @@ class _Feed:
         return tuple(notes)
 
 
-def _step(item: Pass, current: M, feed: _Feed, partial: bool, seed: int) -> tuple[M, _Done]:
-    """Run one pass over every stream of the current program."""
+def _step(item: Pass, current: M, feed: _Feed, partial: bool, seed: int, consume: bool) -> tuple[M, _Done]:
+    """Run one pass over every stream of the current program; `consume` lets it edit that program itself."""
     started = time.perf_counter()
     text = spell(item)
     network = current.network
-    context = Context(network, _sampler(item, current, feed), current.is_ones, current.is_zeros, current.values, seed)
+    samples, peaks = _once(item, current.samples, feed), _once(item, current.peaks, feed)
+    ask = (current.is_ones, current.is_zeros, current.values)
+    context = Context(network, samples, *ask, seed, current.shape, peaks)
     proposals = []
-    for stream in network.streams:
+    rest = (network.rest,) if network.elsewhere and getattr(item, "everywhere", False) else ()
+    for stream in (*network.streams, *rest):
         proposal = item.propose(stream, context)
         _check(text, stream, proposal)
         proposals.append((stream, proposal))
@@ -349,7 +374,7 @@ def _step(item: Pass, current: M, feed: _Feed, partial: bool, seed: int) -> tupl
     wanted = [(s, p) for s, p in proposals if p.edits and all(r.site != s.name for r in p.refusals)]
     count = 0
     if wanted:
-        current, count = current.apply(wanted, text)
+        current, count = current.apply(wanted, text, consume=consume)
     skipped = tuple(Skipped(item.name, site, why) for _, p in proposals for site, why in p.not_applicable)
     expected = tuple(
         Expected(e.target, e.expected, e.note) for _, p in wanted for e in p.edits if e.expected is not None or e.note
@@ -358,18 +383,18 @@ def _step(item: Pass, current: M, feed: _Feed, partial: bool, seed: int) -> tupl
     return current, _Done(step, item.exactness, refusals, skipped, expected)
 
 
-def _sampler(item: Pass, current: Model, feed: _Feed) -> Callable[[], Mapping[str, Samples]]:
-    """Return the `samples` of one pass's context: the model runs on the data at most once."""
-    memory: list[Mapping[str, Samples]] = []
+def _once(item: Pass, run: Callable[[Sequence[Batch]], T], feed: _Feed) -> Callable[[], T]:
+    """Return what runs the model on the data for one pass, at most once."""
+    memory: list[T] = []
 
-    def samples() -> Mapping[str, Samples]:
+    def ask() -> T:
         if not item.needs_data:
             raise RuntimeError(f"{item.name} asks for samples but says that it needs no data")
         if not memory:
-            memory.append(current.samples(feed.fit))
+            memory.append(run(feed.fit))
         return memory[0]
 
-    return samples
+    return ask
 
 
 def _unseen(item: Pass, network: Network) -> tuple[Refusal, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from .stream import Linear, Norm, Where
+from .stream import Linear, Norm, Scale, Where
 
 
 class Exactness(enum.IntEnum):
@@ -53,7 +53,40 @@ class Gain:
     plus_one: bool = False
 
 
-Value = Vector | Gain
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Stand for one number for all channels: value * I."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Centre:
+    """Stand for the matrix that takes the mean off each run of `width` channels: I - 11^T / width."""
+
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Stand for an orthogonal matrix Q, the same on each run of `block` channels; `back` for its transpose.
+
+    kind: `hadamard` (H diag(s): a normalised Walsh-Hadamard matrix, `block` a power of two, with signs s drawn for
+    each channel of the block) or `random` (uniform over orthogonal matrices); both are drawn from `seed`.
+    """
+
+    kind: str
+    block: int
+    seed: int
+    back: bool = False
+
+    @property
+    def transposed(self) -> Rotation:
+        """Return the inverse."""
+        return replace(self, back=not self.back)
+
+
+Value = Vector | Gain | Number | Centre | Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +95,21 @@ class SetNorm:
 
     A site that holds a norm gets its description replaced: same input, same consumers. gamma, beta: the effective gain
     (what multiplies, whatever `plus_one` says) and bias to start from; None takes the parameter that `norm` names as it
-    is. A value for a norm that names no parameter makes a new one.
+    is. A value for a norm that names no parameter makes a new one. `index` counts the block's norms of that kind.
     """
 
     where: Where
     norm: Norm | None
     gamma: Value | None = None
     beta: Value | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FoldReader:
     """Let a reader see u instead of scale * u + shift: W <- W diag(scale), c <- c + W_old shift.
 
-    A matrix [channels, channels] for scale is a dense fold: the reader saw scale @ u + shift, W <- W scale.
+    A matrix for scale is a dense fold: the reader saw scale @ u + shift, W <- W scale.
     """
 
     reader: Linear
@@ -85,7 +119,10 @@ class FoldReader:
 
 @dataclass(frozen=True, slots=True)
 class ScaleWriter:
-    """Let a writer write scale * f + shift: W <- diag(scale) W, c <- scale * c + shift."""
+    """Let a writer write scale * f + shift: W <- diag(scale) W (or scale W for a matrix), c <- scale * c + shift.
+
+    Where a linear's channels are several runs of the scale's (heads), each run is scaled alike.
+    """
 
     writer: Linear
     scale: Value
@@ -97,15 +134,39 @@ class Affine:
     """Insert u -> scale * u + shift.
 
     At `in` it stands where the block reads the stream (after an in norm), at `out` just before the add, at `post` on
-    the skip's edge alone: what the block passes on to its add.
+    the skip's edge alone: what the block passes on to its add; at `embedding` where the stream starts, `before` its
+    embedding norm or behind it. A `Centre` as scale is one explicit subtraction of the mean.
     """
 
     where: Where
     scale: Value | None = None
     shift: Value | None = None
+    before: bool = False
 
 
-Operation = SetNorm | FoldReader | ScaleWriter | Affine
+@dataclass(frozen=True, slots=True)
+class DropScale:
+    """Take a constant factor of the block out of the graph; None stands for the one on its skip."""
+
+    scale: Scale | None
+
+
+@dataclass(frozen=True, slots=True)
+class Normalise:
+    """Replace every row of a table by its norm, gain and bias included."""
+
+    table: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Untie:
+    """Give one use of a shared parameter its own copy."""
+
+    linear: Linear
+
+
+Operation = SetNorm | FoldReader | ScaleWriter | Affine | DropScale | Normalise | Untie
 
 
 @dataclass(frozen=True, slots=True)

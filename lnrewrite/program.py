@@ -112,14 +112,25 @@ class Program:
 
     def values(self, param: str) -> Any:
         """Return a parameter's values as a float64 numpy array."""
+        return self._known(param).detach().double().cpu().numpy()
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        """Return a parameter's shape."""
+        return tuple(self._known(param).shape)
+
+    def _known(self, param: str) -> torch.Tensor:
         tensor = self._tensor(param)
         if tensor is None:
             raise LnrewriteError("LN301", param, "the model has no such parameter", "report this with the model")
-        return tensor.detach().double().cpu().numpy()
+        return tensor
 
     def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
         """Run the model on the batches and return what each block saw and did, [tokens, width] each."""
         return calibration.collect(self.network, calibration.recorder(self._capture.module), batches)
+
+    def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:
+        """Run the model on the batches and return the size of the largest number in each value of its graph."""
+        return calibration.peaks(self.graph, calibration.recorder(self._capture.module), batches)
 
     def synthetic(self, seed: int) -> Sequence[Batch]:
         """Make up eight batches of inputs like the example inputs."""
@@ -150,20 +161,17 @@ class Program:
         """Compare another program's outputs with this one's on the batches."""
         return drift(self.module(), other.module(), batches, held_out)
 
-    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str) -> tuple[Self, int]:
-        """Carry edits out on a copy; return it and how many edits left a trace in its picture, graph or parameters."""
-        with quiet():
-            module = copy.deepcopy(self._capture.module)
+    def apply(
+        self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
+    ) -> tuple[Self, int]:
+        """Carry edits out on a copy and return it with their number; `consume` uses this program up instead."""
+        module = self._capture.module
+        if not consume:
+            with quiet():
+                module = copy.deepcopy(module)
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
-        surgery = Surgery(FxEditor(module), self.graph, vectors)
-        count = 0
-        for stream, proposal in edits:
-            for edit in proposal.edits:
-                surgery.apply(stream, edit, label)
-                count += 1
-        surgery.finish()
-        c = self._capture
-        capture = Capture(module, c.args, c.kwargs, c.notes, c.dynamic)
+        count = Surgery(FxEditor(module), self.graph, vectors).carry_out(edits, label)
+        capture = replace(self._capture, module=module)
         return type(self)(capture, format=self.format, tokenizer=self.tokenizer), count
 
     def to_onnx(self, opset: int | None = None) -> ir.Model:
@@ -194,8 +202,10 @@ class Program:
             self.export(path, force=force)
             return
         target = check_output(path, force)
+        held = self._capture.module
+        tensors = {id(t): t for t in (*held.parameters(), *held.buffers())}
         with quiet():
-            module = with_plain_outputs(copy.deepcopy(self._capture.module).eval())
+            module = with_plain_outputs(copy.deepcopy(held, tensors).eval())  # a copy that shares the weights
         program = export_again(module, self._capture.args, self._capture.kwargs)
         for graph in (m.graph for m in program.graph_module.modules() if hasattr(m, "graph")):
             for node in graph.nodes:

@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 
 class Kind(enum.StrEnum):
@@ -55,6 +56,8 @@ class Norm:
 
     `plus_one` says that the gain is 1 + gamma (Gemma). `gamma` may be an expression of parameters that no single
     name describes (a sigmoid of a weight): then it is the name of the node that computes it and `computed` is true.
+    `mean` and `variance` name the stored statistics of a batch norm, which make it an affine map. `over` is a norm that
+    this one reads and nothing else does: norm of norm, one after the other.
     """
 
     kind: Kind
@@ -63,6 +66,9 @@ class Norm:
     beta: str | None = None
     plus_one: bool = False
     computed: bool = False
+    mean: str | None = None
+    variance: str | None = None
+    over: Norm | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.eps) and self.eps >= 0):
@@ -76,15 +82,54 @@ class Linear:
     """Name a linear map at the edge of a branch: `param`'s axis `axis` runs over the stream's channels.
 
     A reader contracts that axis with what it reads; a writer produces it. `bias` is the vector added to the map's
-    output. `shared` is true when the parameter is used elsewhere too, so that an edit here would change more.
-    `exact` is false for a map whose bias a shift cannot be folded into (a padded convolution, gathered experts).
+    output. `uses` counts the places that read the parameter: an edit changes it for all of them. `exact` is false for
+    a map whose bias a shift cannot be folded into (a padded convolution, gathered experts). `table` marks a writer
+    whose rows are taken as they are: looked up (an embedding) or added (a position, a class token).
     """
 
     param: str
     axis: int
     bias: str | None = None
-    shared: bool = False
+    uses: int = 1
     exact: bool = True
+    table: bool = False
+    node: str = field(default="", compare=False)
+
+    @property
+    def shared(self) -> bool:
+        """Say whether the parameter is used elsewhere too."""
+        return self.uses > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Name linears inside a branch whose output's scale goes on to other linears of it, and nowhere else.
+
+    What `makers` are divided by, by a positive number, `takers` can be multiplied by. `run` is the number of channels
+    of a head where each head's channels reach the takers unmixed, so that they may be rotated too; else 0. `values`
+    names the nodes whose size follows the makers'.
+    """
+
+    makers: tuple[Linear, ...]
+    takers: tuple[Linear, ...]
+    run: int = 0
+    values: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Multiply by a constant that stands alone in the graph: `by` is a number, or names a parameter or a node.
+
+    `at` says where: `read` (between the in norm and the readers), `written` (between the writers and the out norm or,
+    without one, the add), `branch` (between the out norm and the add), `trunk` (on what the sum hands on). `vector`
+    is true for one number per channel, `inverse` for a division, `computed` where `by` names a node.
+    """
+
+    at: str
+    by: float | str
+    vector: bool = False
+    inverse: bool = False
+    computed: bool = False
     node: str = field(default="", compare=False)
 
 
@@ -93,13 +138,17 @@ class Site:
     """Place one norm: where it sits, the linears that read its output, and any other consumer of it.
 
     `readers` and `taps` together are every consumer: an edit of the norm's affine is whole when it reaches all of
-    them. `origin` names the graph nodes that compute the norm: input first, output last.
+    them. `writers` are the linears that make up all of its input and serve nothing else; none where it has others (an
+    out norm's are the block's, an embedding norm's the stream's sources), `width` the size of what it normalises (0:
+    the stream's). `origin` names the graph nodes that compute the norm: input first, output last.
     """
 
     where: Where
     norm: Norm
     readers: tuple[Linear, ...] = ()
     taps: tuple[str, ...] = ()
+    writers: tuple[Linear, ...] = ()
+    width: int = 0
     origin: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -109,7 +158,8 @@ class Anchor:
 
     `state` is the trunk value that the block reads (for post, the norm's output), `branch` the branch's last value
     before the add, `add` the node that adds it to the trunk and `skip` the add's other operand. Several adds of one
-    sum share `total`, the sum's last add. `axis` is the channels' place in these values, counted from the end.
+    sum share `total`, the sum's last add. `axis` is the channels' place in these values, counted from the end. `inside`
+    are the branch's values between readers and writers: neither of the stream's size nor a norm's.
     """
 
     state: str = ""
@@ -118,6 +168,7 @@ class Anchor:
     skip: str = ""
     total: str = ""
     axis: int = -1
+    inside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +177,10 @@ class Block:
 
     `sites` holds its norms in dataflow order; `readers` the first linears that see the stream, `writers` the last
     before the add. `parallel_group` numbers branches that share one sum. `scale` is a constant that multiplies the
-    skip (DeepNorm); `opaque` says in words what stands between the trunk and the readers, or the writers and the
-    trunk, that no affine edit passes through (empty when nothing does).
+    skip (DeepNorm), nan for one number per channel; `scales` are the block's other constant factors in dataflow order.
+    `opaque` says in words what stands between the trunk and the readers ("read by", "reads"), the writers and the
+    trunk ("written by"), an out norm and the trunk ("ends in") or on the trunk itself ("carried through") that no
+    linear edit passes; it is empty for nothing. `arms` are linears inside the branch that share a free factor.
     """
 
     name: str
@@ -137,12 +190,23 @@ class Block:
     writers: tuple[Linear, ...] = ()
     parallel_group: int | None = None
     scale: float = 1.0
+    scales: tuple[Scale, ...] = ()
     opaque: str = ""
+    arms: tuple[Arm, ...] = ()
     anchor: Anchor = field(default=Anchor(), compare=False)
 
-    def at(self, where: Where) -> Site | None:
-        """Return the block's first site of that kind, or None."""
-        return next((s for s in self.sites if s.where is where), None)
+    def at(self, where: Where, index: int = 0) -> Site | None:
+        """Return the block's first site of that kind (or a later one), or None."""
+        held = [s for s in self.sites if s.where is where]
+        return held[index] if index < len(held) else None
+
+    def index(self, site: Site) -> int:
+        """Return which of the block's sites of that kind this one is."""
+        return next(i for i, s in enumerate(s for s in self.sites if s.where is site.where) if s is site)
+
+    def scaled(self, *at: str) -> tuple[Scale, ...]:
+        """Return the block's constant factors at these places."""
+        return tuple(s for s in self.scales if s.at in at)
 
     @property
     def placement(self) -> Placement:
@@ -163,17 +227,22 @@ class Block:
 class Stream:
     """Hold one residual stream: `width` channels, its sources, blocks in execution order and end norms.
 
-    `sources` names the parameters that start the stream, `taps` the consumers of its states that are no block and no
-    end norm. `source`, `last` name the nodes of the first and the last state.
+    `sources` are the tables and linear maps whose sum starts the stream (behind an embedding norm: what that norm
+    reads), `opaque` says in words what else does. `taps` are the consumers of its states that are no block and no end
+    norm; `readers` and `exits` the linears that read the last state bare, and what else does. `source`, `last` name the
+    nodes of the first and the last state.
     """
 
     name: str
     width: int
     blocks: tuple[Block, ...] = ()
-    sources: tuple[str, ...] = ()
+    sources: tuple[Linear, ...] = ()
+    opaque: str = ""
     embedding: Site | None = None
     final: Site | None = None
     taps: tuple[str, ...] = ()
+    readers: tuple[Linear, ...] = ()
+    exits: tuple[str, ...] = ()
     source: str = field(default="", compare=False)
     last: str = field(default="", compare=False)
 
@@ -182,25 +251,39 @@ class Stream:
         names = [b.name for b in self.blocks]
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"stream {self.name}: block names must be unique: {', '.join(twice)}")
-        if self.width < 1:
-            raise ValueError(f"stream {self.name}: width must be positive, got {self.width}")
+        if self.width < 0:
+            raise ValueError(f"stream {self.name}: width must not be negative, got {self.width}")
 
     def sites(self) -> Iterator[tuple[str, Site]]:
         """Yield (site name, site) for every norm on the stream and in its branches, in dataflow order."""
+        for name, _, site in self.located():
+            yield name, site
+
+    def located(self) -> Iterator[tuple[str, Block | None, Site]]:
+        """Yield (site name, block, site) for every norm; the block is None at the stream's ends."""
         if self.embedding:
-            yield f"{self.name}.embedding", self.embedding
+            yield f"{self.name}.embedding", None, self.embedding
         for block in self.blocks:
             for site in block.sites:
-                yield site_name(block, site), site
+                yield site_name(block, site), block, site
         if self.final:
-            yield f"{self.name}.final", self.final
+            yield f"{self.name}.final", None, self.final
 
 
 def site_name(block: Block, site: Site) -> str:
     """Name a block's site: `block.where`, numbered where a branch holds several inner norms."""
-    same = [s for s in block.sites if s.where is site.where]
-    index = next(i for i, s in enumerate(same) if s is site)
-    return f"{block.name}.{site.where}" + (f"{index + 1}" if len(same) > 1 else "")
+    several = sum(s.where is site.where for s in block.sites) > 1
+    return f"{block.name}.{site.where}" + (f"{block.index(site) + 1}" if several else "")
+
+
+def sums(stream: Stream) -> list[list[Block]]:
+    """Return the blocks in execution order, those that share one sum together."""
+
+    def one_sum(numbered: tuple[int, Block]) -> tuple[int | None, int]:
+        group = numbered[1].parallel_group
+        return group, numbered[0] if group is None else 0
+
+    return [[b for _, b in run] for _, run in groupby(enumerate(stream.blocks), key=one_sum)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +298,11 @@ class Network:
     def blocks(self) -> tuple[Block, ...]:
         """Return the blocks of all streams in execution order."""
         return tuple(b for s in self.streams for b in s.blocks)
+
+    @property
+    def rest(self) -> Stream:
+        """Return the norms on no stream as the inner norms of one block, in a stream of width 0 that is none."""
+        return Stream("elsewhere", 0, (Block("elsewhere", sites=self.elsewhere),))
 
     @property
     def placement(self) -> str:

@@ -1,17 +1,17 @@
 """The picture as text: what tests, the command line, the docs and bug reports speak.
 
     stream model width=64
-      source @wte.weight @wpe.weight
+      source @wte.weight:1(uses=2,table) @wpe.weight:1(table)
       block h.0.attn attention pre
         in     layer(eps=1e-05 gamma=@h.0.ln_1.weight beta=@h.0.ln_1.bias) -> @h.0.attn.c_attn.weight:0
         writes @h.0.attn.c_proj.weight:1+@h.0.attn.c_proj.bias
-      final  layer(eps=1e-05 gamma=@ln_f.weight beta=@ln_f.bias) -> @wte.weight:1(shared)
+      final  layer(eps=1e-05 gamma=@ln_f.weight beta=@ln_f.bias) -> @wte.weight:1(uses=2)
     elsewhere inner rms(eps=1e-06 gamma=1+@q_norm.weight) -> taps mul_3
 
 `@p` is a parameter, `%n` a node that computes a gain, `@w:0+@b` a linear map with the axis that runs over the channels
-and its bias. A name with other characters stands in JSON quotes. Defaults are not printed: a block without a `reads`
-line has the readers of its in norm. Indentation and lines that start with `#` mean nothing. `parse(render(n)) == n`
-for every field that takes part in equality.
+and its bias; `head` and `exits` say what reads its last state bare. A name with other characters stands in
+JSON quotes. Defaults are not printed: a block without a `reads` line has the readers of its in norm. Indentation and
+lines that start with `#` mean nothing. `parse(render(n)) == n` for every field that takes part in equality.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from functools import partial
 from typing import TypeVar
 
 from .plan import Refusal
-from .stream import Block, Kind, Linear, Network, Norm, Site, Stream, Where
+from .stream import Arm, Block, Kind, Linear, Network, Norm, Scale, Site, Stream, Where
 
 T = TypeVar("T")
 
@@ -34,12 +34,18 @@ _PLAIN = r"[A-Za-z0-9_./:$~-]+"
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 _NAME = rf"(?:{_QUOTED}|{_PLAIN})"
 _WORD = re.compile(rf"(?:{_QUOTED}|\S)+")
-_LINEAR = re.compile(rf"@({_NAME}):(-?\d+)(?:\+@({_NAME}))?(?:\(([a-z,]+)\))?")
-_SITE = re.compile(
+_LINEAR = re.compile(rf"@({_NAME}):(-?\d+)(?:\+@({_NAME}))?(?:\((?:uses=(\d+))?,?([a-z,]*)\))?")
+_SCALE = re.compile(rf"(\w+) ([*/])(?:([@%])({_NAME})|([^\s@%]+))( vector)?")
+_NORM = (
     rf"(?P<kind>\w+)\(eps=(?P<eps>[^\s)]+)(?: gamma=(?P<one>1\+)?(?P<sigil>[@%])(?P<gamma>{_NAME}))?"
-    rf"(?: beta=@(?P<beta>{_NAME}))?\)(?: -> (?P<consumers>.+))?"
+    rf"(?: beta=@(?P<beta>{_NAME}))?"
+    rf"(?: mean=@(?P<mean>{_NAME}))?(?: variance=@(?P<variance>{_NAME}))?\)"
 )
-_STREAM = re.compile(rf"({_NAME}) width=(-?\d+)")
+_SITE = re.compile(
+    rf"(?P<norms>\w+\((?:{_QUOTED}|[^\")])*\)(?: over \w+\((?:{_QUOTED}|[^\")])*\))*)(?: width=(?P<width>\d+))?"
+    rf"(?: <- (?P<writers>(?:{_QUOTED}|[^\"])+?))?(?: -> (?P<consumers>.+))?"
+)
+_STREAM = re.compile(rf"({_NAME}) width=(-?\d+)(?: opaque=({_QUOTED}))?")
 _BLOCK = re.compile(
     rf"(?P<name>{_NAME}) (?P<kind>{_NAME}) (?P<placement>\w+)(?: group=(?P<group>-?\d+))?"
     rf"(?: scale=(?P<scale>\S+))?(?: opaque=(?P<opaque>{_QUOTED}))?"
@@ -47,8 +53,8 @@ _BLOCK = re.compile(
 _REFUSED = re.compile(rf"({_NAME}) ({_NAME}) ({_QUOTED}) ({_QUOTED})")
 
 _BLOCK_SITES = (Where.IN, Where.OUT, Where.POST, Where.INNER)
-_BLOCK_LINES = (*_BLOCK_SITES, "reads", "writes")
-_STREAM_LINES = ("source", "embedding", "block", "final", "taps")
+_BLOCK_LINES = (*_BLOCK_SITES, "scale", "arm", "reads", "writes")
+_STREAM_LINES = ("source", "embedding", "block", "final", "taps", "head", "exits")
 
 
 def render(network: Network) -> str:
@@ -61,9 +67,10 @@ def render(network: Network) -> str:
 
 def render_stream(stream: Stream) -> str:
     """Write one stream as text."""
-    lines = [f"stream {_name(stream.name)} width={stream.width}"]
+    opaque = f" opaque={json.dumps(stream.opaque)}" if stream.opaque else ""
+    lines = [f"stream {_name(stream.name)} width={stream.width}{opaque}"]
     if stream.sources:
-        lines.append("  source " + " ".join(f"@{_name(p)}" for p in stream.sources))
+        lines.append(f"  source {_linears(stream.sources)}")
     if stream.embedding:
         lines.append(f"  embedding {_site(stream.embedding)}")
     for block in stream.blocks:
@@ -72,6 +79,10 @@ def render_stream(stream: Stream) -> str:
         lines.append(f"  final  {_site(stream.final)}")
     if stream.taps:
         lines.append("  taps   " + _names(stream.taps))
+    if stream.readers:
+        lines.append(f"  head   {_linears(stream.readers)}")
+    if stream.exits:
+        lines.append("  exits  " + _names(stream.exits))
     return "\n".join(lines) + "\n"
 
 
@@ -112,7 +123,8 @@ def _names(names: Iterable[str]) -> str:
 
 def _linear(linear: Linear) -> str:
     bias = "" if linear.bias is None else f"+@{_name(linear.bias)}"
-    flags = ",".join(["shared"] * linear.shared + ["inexact"] * (not linear.exact))
+    uses = [f"uses={linear.uses}"] * (linear.uses != 1)
+    flags = ",".join([*uses, *["inexact"] * (not linear.exact), *["table"] * linear.table])
     return f"@{_name(linear.param)}:{linear.axis}{bias}" + (f"({flags})" if flags else "")
 
 
@@ -126,14 +138,27 @@ def _norm(norm: Norm) -> str:
         words.append(f"gamma={'1+' * norm.plus_one}{'%' if norm.computed else '@'}{_name(norm.gamma)}")
     if norm.beta is not None:
         words.append(f"beta=@{_name(norm.beta)}")
-    return f"{norm.kind}({' '.join(words)})"
+    words += [f"{key}=@{_name(name)}" for key in ("mean", "variance") if (name := getattr(norm, key)) is not None]
+    return f"{norm.kind}({' '.join(words)})" + (f" over {_norm(norm.over)}" if norm.over else "")
 
 
 def _site(site: Site) -> str:
     words = [_linear(r) for r in site.readers]
     if site.taps:
         words += ["taps", _names(site.taps)]
-    return " ".join([_norm(site.norm), *(["->", *words] if words else [])])
+    before = ["<-", _linears(site.writers)] if site.writers else []
+    width = [f"width={site.width}"] * bool(site.width)
+    return " ".join([_norm(site.norm), *width, *before, *(["->", *words] if words else [])])
+
+
+def _arm(arm: Arm) -> str:
+    words = [*map(_linear, arm.makers), "->", *map(_linear, arm.takers), *[f"run={arm.run}"] * (arm.run > 0)]
+    return " ".join(words)
+
+
+def _scale(scale: Scale) -> str:
+    by = f"{'%' if scale.computed else '@'}{_name(scale.by)}" if isinstance(scale.by, str) else repr(float(scale.by))
+    return f"{scale.at} {'/' if scale.inverse else '*'}{by}{' vector' * scale.vector}"
 
 
 def _block(block: Block) -> list[str]:
@@ -146,6 +171,8 @@ def _block(block: Block) -> list[str]:
         header.append(f"opaque={json.dumps(block.opaque)}")
     lines = [f"  block {' '.join(header)}"]
     lines += [f"    {s.where:<6} {_site(s)}" for s in block.sites]
+    lines += [f"    scale  {_scale(s)}" for s in block.scales]
+    lines += [f"    arm    {_arm(a)}" for a in block.arms]
     if block.readers != _implied_readers(block.sites):
         lines.append(f"    reads  {_linears(block.readers) or '-'}")
     if block.writers:
@@ -200,11 +227,15 @@ def _read_stream(lines: deque[_Line]) -> Stream:
         line = lines.popleft()
         match line.keyword:
             case "source":
-                stream = replace(stream, sources=line.read(_read_sources))
+                stream = replace(stream, sources=line.read(_read_linears))
             case "embedding":
                 stream = replace(stream, embedding=line.read(partial(_read_site, Where.EMBEDDING)))
             case "final":
                 stream = replace(stream, final=line.read(partial(_read_site, Where.FINAL)))
+            case "head":
+                stream = replace(stream, readers=line.read(_read_linears))
+            case "exits":
+                stream = replace(stream, exits=line.read(_read_names))
             case _:
                 stream = replace(stream, taps=line.read(_read_names))
     stream = replace(stream, blocks=tuple(blocks))
@@ -219,17 +250,24 @@ def _read_block(lines: deque[_Line]) -> Block:
     head = lines.popleft()
     block, placement = head.read(_read_block_head)
     sites: list[Site] = []
+    scales: list[Scale] = []
+    arms: list[Arm] = []
     linears: dict[str, tuple[Linear, ...]] = {}
     while lines and lines[0].keyword in _BLOCK_LINES:
         line = lines.popleft()
         if line.keyword in _BLOCK_SITES:
             sites.append(line.read(partial(_read_site, Where(line.keyword))))
+        elif line.keyword == "scale":
+            scales.append(line.read(_read_scale))
+        elif line.keyword == "arm":
+            arms.append(line.read(_read_arm))
         elif line.keyword in linears:
             raise line.error(f"block {block.name} has a second {line.keyword!r} line")
         else:
             linears[line.keyword] = line.read(_read_linears)
     readers = linears.get("reads", _implied_readers(sites))
-    block = replace(block, sites=tuple(sites), readers=readers, writers=linears.get("writes", ()))
+    writers = linears.get("writes", ())
+    block = replace(block, sites=tuple(sites), scales=tuple(scales), arms=tuple(arms), readers=readers, writers=writers)
     if block.placement != placement:
         raise head.error(f"block {block.name} says {placement}, its norms say {block.placement}")
     return block
@@ -256,19 +294,29 @@ def _read_names(rest: str) -> tuple[str, ...]:
     return tuple(_read_name(w) for w in _WORD.findall(rest))
 
 
-def _read_sources(rest: str) -> tuple[str, ...]:
-    words = _WORD.findall(rest)
-    if bare := [w for w in words if not w.startswith("@")]:
-        raise ValueError(f"not a parameter: {bare[0]!r}")
-    return tuple(_read_name(w[1:]) for w in words)
-
-
 def _read_linear(word: str) -> Linear:
-    param, axis, bias, flags = _match(_LINEAR, word, "a linear map (@param:axis)").groups()
+    param, axis, bias, uses, flags = _match(_LINEAR, word, "a linear map (@param:axis)").groups()
     marks = set(flags.split(",")) if flags else set()
-    if strange := marks - {"shared", "inexact"}:
-        raise ValueError(f"a linear map is shared or inexact, not {sorted(strange)[0]!r}")
-    return Linear(_read_name(param), int(axis), _read_optional(bias), "shared" in marks, "inexact" not in marks)
+    if strange := marks - {"inexact", "table"}:
+        raise ValueError(f"a linear map is inexact or a table, not {sorted(strange)[0]!r}")
+    held = (_read_name(param), int(axis), _read_optional(bias), int(uses or 1))
+    return Linear(*held, "inexact" not in marks, "table" in marks)
+
+
+def _read_arm(rest: str) -> Arm:
+    words = _WORD.findall(rest)
+    if "->" not in words:
+        raise ValueError(f"not an arm (makers -> takers): {rest!r}")
+    split = words.index("->")
+    run = int(words.pop().removeprefix("run=")) if words[-1].startswith("run=") else 0
+    makers, takers = (tuple(map(_read_linear, part)) for part in (words[:split], words[split + 1 :]))
+    return Arm(makers, takers, run)
+
+
+def _read_scale(rest: str) -> Scale:
+    at, sign, sigil, name, number, vector = _match(_SCALE, rest, "a scale (place *number or *@param)").groups()
+    by = float(number) if name is None else _read_name(name)
+    return Scale(at, by, vector is not None, sign == "/", sigil == "%")
 
 
 def _read_linears(rest: str) -> tuple[Linear, ...]:
@@ -277,16 +325,35 @@ def _read_linears(rest: str) -> tuple[Linear, ...]:
 
 def _read_site(where: Where, rest: str) -> Site:
     found = _match(_SITE, rest, "a norm")
-    kind, eps, one, sigil, gamma, beta, consumers = found.groups()
-    norm = Norm(Kind(kind), float(eps), _read_optional(gamma), _read_optional(beta), one is not None, sigil == "%")
-    words = _WORD.findall(consumers or "")
+    words = _WORD.findall(found["consumers"] or "")
     split = words.index("taps") if "taps" in words else len(words)
-    return Site(where, norm, tuple(map(_read_linear, words[:split])), tuple(map(_read_name, words[split + 1 :])))
+    writers = _read_linears(found["writers"] or "-")
+    readers, taps = tuple(map(_read_linear, words[:split])), tuple(map(_read_name, words[split + 1 :]))
+    return Site(where, _read_norm(found["norms"]), readers, taps, writers, int(found["width"] or 0))
+
+
+def _read_norm(rest: str) -> Norm:
+    found = re.match(_NORM, rest)
+    if not found:
+        raise ValueError(f"not a norm: {rest!r}")
+    gamma, beta, mean, variance = (_read_optional(found[key]) for key in ("gamma", "beta", "mean", "variance"))
+    under = rest[found.end() :].removeprefix(" over ")
+    return Norm(
+        Kind(found["kind"]),
+        float(found["eps"]),
+        gamma,
+        beta,
+        plus_one=found["one"] is not None,
+        computed=found["sigil"] == "%",
+        mean=mean,
+        variance=variance,
+        over=_read_norm(under) if under else None,
+    )
 
 
 def _read_stream_head(rest: str) -> Stream:
-    name, width = _match(_STREAM, rest, "a stream (name width=N)").groups()
-    return Stream(_read_name(name), int(width))
+    name, width, opaque = _match(_STREAM, rest, "a stream (name width=N)").groups()
+    return Stream(_read_name(name), int(width), opaque=_read_name(opaque or '""'))
 
 
 def _read_block_head(rest: str) -> tuple[Block, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from lnrewrite.plan import Edit, Exactness, Gain, Proposal, SetNorm
-from lnrewrite.stream import Kind, Norm, Stream, Where
+from lnrewrite.stream import Kind, Norm, Stream
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context
@@ -51,21 +51,17 @@ class Canonicalize:
         edits: list[Edit] = []
         skipped = [(b.name, "the block holds no norm") for b in stream.blocks if not b.sites]
         kept = _read_elsewhere(stream, context)
-        seen: set[tuple[str, Where]] = set()
-        for name, site in stream.sites():
-            target = name if site.where in (Where.EMBEDDING, Where.FINAL) else name.rpartition(".")[0]
+        for name, block, site in stream.located():
+            target, index = (block.name, block.index(site)) if block else (name, 0)
             plain = _plain(site.norm, kept, context)
             if site.norm.kind not in (Kind.LAYER, Kind.RMS):
                 skipped.append((name, f"the pass is defined for layer and rms norms, not for {site.norm.kind}"))
             elif plain == site.norm:
                 skipped.append((name, "nothing to simplify"))
-            elif (target, site.where) in seen:
-                skipped.append((name, f"an edit can name a block's first {site.where} norm only"))
             else:
                 gamma = None if plain.gamma is None else Gain(plain.gamma, site.norm.plus_one)
                 beta = None if plain.beta is None else Gain(plain.beta)
-                edits.append(Edit(target, (SetNorm(site.where, plain, gamma, beta),)))
-            seen.add((target, site.where))
+                edits.append(Edit(target, (SetNorm(site.where, plain, gamma, beta, index),)))
         return Proposal(tuple(edits), not_applicable=tuple(skipped))
 
 

@@ -62,20 +62,17 @@ class FoldAffine:
         refusals: list[Refusal] = []
         skipped = [(b.name, "the block holds no norm") for b in stream.blocks if not b.sites]
         folded: set[Site] = set()
-        seen: set[tuple[str, Where]] = set()
-        for name, site in stream.sites():
-            target = name if site.where in (Where.EMBEDDING, Where.FINAL) else name.rpartition(".")[0]
+        for name, block, site in stream.located():
+            target, index = (block.name, block.index(site)) if block else (name, 0)
             if why := self._not_addressed(site):
                 skipped.append((name, why))
-            elif (target, site.where) in seen:
-                skipped.append((name, f"an edit can name a block's first {site.where} norm only"))
             elif blocked := next(_blocked(name, site), None):
                 refusals.append(blocked)
             else:  # parallel blocks may hold one norm: its readers are folded with the first, its affine goes from each
                 bare = replace(site.norm, gamma=None, beta=None, plus_one=False)
-                edits.append(Edit(target, (*(() if site in folded else _folds(site)), SetNorm(site.where, bare))))
+                readers = () if site in folded else _folds(site)
+                edits.append(Edit(target, (*readers, SetNorm(site.where, bare, index=index))))
                 folded.add(site)
-            seen.add((target, site.where))
         return Proposal(tuple(edits), tuple(refusals), tuple(skipped))
 
     def _not_addressed(self, site: Site) -> str:

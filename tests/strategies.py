@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from lnrewrite.pipeline import Context
 from lnrewrite.plan import Refusal
 from lnrewrite.ref import Machine, invent
-from lnrewrite.stream import Block, Kind, Linear, Network, Norm, Placement, Site, Stream, Where
+from lnrewrite.stream import Arm, Block, Kind, Linear, Network, Norm, Placement, Scale, Site, Stream, Where
 
 EPS = st.floats(1e-12, 1e-2)
 SITES = {
@@ -32,7 +33,9 @@ def norms(draw: Any, name: str, affine: bool | None = None) -> Norm:
     kind = draw(st.sampled_from((Kind.LAYER, Kind.RMS)))
     gain, bias = (draw(st.booleans()) if affine is None else affine for _ in range(2))
     plus_one = gain and draw(st.booleans())
-    return Norm(kind, draw(EPS), f"{name}.weight" if gain else None, f"{name}.bias" if bias else None, plus_one)
+    over = draw(norms(f"{name}.under", draw(st.sampled_from((False, None))))) if draw(st.integers(0, 7)) == 0 else None
+    names = (f"{name}.weight" if gain else None, f"{name}.bias" if bias else None)
+    return Norm(kind, draw(EPS), *names, plus_one, over=over)
 
 
 @st.composite
@@ -49,7 +52,7 @@ def _linears(draw: Any, name: str, axis: int, most: int) -> tuple[Linear, ...]:
 
 @st.composite
 def _block(draw: Any, name: str, placement: Placement, group: int | None) -> Block:
-    """Draw one block: norms for its placement, and now and then a Sub-LN norm or a tap."""
+    """Draw one block: norms for its placement, now and then a Sub-LN norm, a tap, constant factors, a closed edge."""
     readers, writers = draw(_linears(f"{name}.r", 1, 3)), draw(_linears(f"{name}.w", 0, 2))
     wheres = [*SITES[placement]]
     if draw(st.integers(0, 3)) == 0 and Where.INNER not in wheres:
@@ -59,10 +62,48 @@ def _block(draw: Any, name: str, placement: Placement, group: int | None) -> Blo
         norm = draw(norms(f"{name}.{where}"))
         taps = (f"{name}.tap",) if draw(st.integers(0, 7)) == 0 else ()
         inner = tuple(Linear(w.param, 1 - w.axis, w.bias) for w in writers)
-        sites.append(Site(where, norm, {Where.IN: readers, Where.INNER: inner}.get(where, ()), taps))
+        known = {Where.IN: readers, Where.INNER: inner}.get(where, ())
+        sites.append(Site(where, norm, known, taps, width=6 if where is Where.INNER else 0))
     kind = draw(st.sampled_from(("attention", "mlp", "other")))
     scale = draw(st.sampled_from((1.0, 1.0, 1.5)))
-    return Block(name, kind, tuple(sites), readers, writers, group, scale)
+    if Where.OUT in wheres and draw(st.booleans()):
+        sites[-1] = replace(sites[-1], writers=())
+    if kind == "attention" and draw(st.integers(0, 3)) == 0:
+        own = Linear(f"{name}.q_norm_of.weight", 0, f"{name}.q_norm_of.bias")
+        norm = draw(norms(f"{name}.q_norm"))
+        if draw(st.booleans()):
+            stored = {"mean": f"{name}.q_norm.mean", "variance": f"{name}.q_norm.variance"}
+            norm = replace(norm, kind=Kind.BATCH, over=None, **stored)
+        taps = () if norm.kind is Kind.BATCH else ("off the main path",)
+        sites.insert(0, Site(Where.INNER, norm, (), taps, (own,), 6))
+    at = ["trunk", "written", *["read"] * (Where.IN in wheres), *["branch"] * (Where.OUT in wheres)]
+    chosen = [w for w in at if draw(st.integers(0, 5)) == 0]
+    scales = tuple(draw(_scale(f"{name}.{w}", w)) for w in chosen)
+    if any(s.at == "read" for s in scales):
+        sites = [replace(s, taps=()) if s.where is Where.IN else s for s in sites]
+        inexact = {r: replace(r, exact=False) for r in readers}
+        readers = tuple(inexact.values())
+        sites = [replace(s, readers=tuple(inexact.get(r, r) for r in s.readers)) for s in sites]
+    opaque = draw(st.sampled_from((*[""] * 20, "written by gelu", "read by pool", "carried through relu")))
+    if any(s.where is Where.OUT and s.taps for s in sites):
+        opaque = "ends in a tap"
+    if opaque == "read by pool" and any(s.at == "read" for s in scales):
+        opaque = ""
+    if opaque == "read by pool":
+        sites = [replace(s, taps=("pool",)) if s.where is Where.IN else s for s in sites]
+    arms = ()
+    if draw(st.integers(0, 3)) == 0 and not any(s.where is Where.INNER and s.readers for s in sites):
+        takers = tuple(Linear(w.param, 1 - w.axis, w.bias) for w in writers)
+        bias = f"{name}.arm.bias" if draw(st.booleans()) else None
+        arms = (Arm((Linear(f"{name}.arm.weight", 0, bias),), takers, draw(st.sampled_from((0, 2)))),)
+    return Block(name, kind, tuple(sites), readers, writers, group, scale, scales, opaque, arms)
+
+
+@st.composite
+def _scale(draw: Any, name: str, at: str) -> Scale:
+    """Draw a constant factor: a number, or one number or a vector of parameters."""
+    by = draw(st.sampled_from((2.0, 0.3, -1.5, f"{name}.scale")))
+    return Scale(at, by, isinstance(by, str) and at != "read" and draw(st.booleans()), draw(st.booleans()))
 
 
 @st.composite
@@ -81,9 +122,11 @@ def _sum(draw: Any, index: int, placements: tuple[Placement, ...]) -> list[Block
     def joined(block: Block) -> Block:
         gone = {Where.POST, *(s.where for s in shared)}
         sites = (*shared, *(s for s in block.sites if s.where not in gone), *trunk)
-        return Block(block.name, block.kind, sites, block.readers, block.writers, index, first.scale)
+        scales = tuple(s for s in block.scales if not (shared and s.at == "read"))
+        return replace(block, sites=sites, parallel_group=index, scale=first.scale, scales=scales)
 
-    return [joined(first), joined(second)]
+    head = joined(first)
+    return [replace(head, scales=tuple(s for s in head.scales if s.at != "trunk")), joined(second)]
 
 
 @st.composite
@@ -93,39 +136,40 @@ def streams(draw: Any, placements: tuple[Placement, ...] = tuple(Placement)) -> 
     if len(blocks) > 1 and draw(st.integers(0, 3)) == 0:
         blocks = _tie(blocks)
     tied = draw(st.booleans())
-    head = (Linear("wte.weight", 1, shared=True) if tied else Linear("head.weight", 1),)
+    head = (Linear("wte.weight", 1, uses=2) if tied else Linear("head.weight", 1),)
     final = Site(Where.FINAL, draw(norms("ln_f")), head) if draw(st.booleans()) else None
     if final is None:  # the last trunk norm, where there is one, is what the head reads
-        sites = tuple(Site(s.where, s.norm, head, s.taps) if s.where is Where.POST else s for s in blocks[-1].sites)
+        sites = tuple(replace(s, readers=head) if s.where is Where.POST else s for s in blocks[-1].sites)
         partners = [b for b in blocks if b.parallel_group is not None and b.parallel_group == blocks[-1].parallel_group]
         for block in partners or blocks[-1:]:
             kept = tuple(s for s in block.sites if s.where is not Where.POST)
             trunk = tuple(s for s in sites if s.where is Where.POST)
-            blocks[blocks.index(block)] = _replace(block, sites=kept + trunk)
+            blocks[blocks.index(block)] = replace(block, sites=kept + trunk)
     embedding = Site(Where.EMBEDDING, draw(norms("ln_e"))) if draw(st.integers(0, 3)) == 0 else None
-    taps = ("hidden",) if draw(st.integers(0, 3)) == 0 else ()
-    sources = ("wte.weight", "wpe.weight")[: draw(st.integers(1, 2))]
-    return Stream("toy", draw(st.integers(3, 8)), tuple(blocks), sources, embedding, final, taps)
+    seen = any(s.where is Where.POST and s.taps for b in blocks for s in b.sites)
+    taps = ("hidden",) if seen or draw(st.integers(0, 3)) == 0 else ()
+    sources = (Linear("wte.weight", 1, uses=1 + tied, table=True), Linear("wpe.weight", 1, table=True))
+    sources = sources[: draw(st.integers(1, 2))]
+    bare = not final and not any(s.where is Where.POST for s in blocks[-1].sites)
+    ends = {"readers": head if bare else (), "exits": ("pool",) if draw(st.integers(0, 5)) == 0 else ()}
+    opaque = draw(st.sampled_from(("", "", "", "gelu")))
+    width = draw(st.integers(3, 8))
+    return Stream("toy", width, tuple(blocks), sources, opaque, embedding, final, taps, **ends)
 
 
 def _tie(blocks: list[Block]) -> list[Block]:
     """Let the last block use the first one's first reader, and mark both."""
     old, source = blocks[-1].readers[0], blocks[0].readers[0]
-    tied = Linear(source.param, source.axis, source.bias, shared=True)
+    tied = Linear(source.param, source.axis, source.bias, uses=2)
 
     def mark(linear: Linear) -> Linear:
         return tied if linear in (old, source) else linear
 
     def marked(block: Block) -> Block:
-        sites = tuple(Site(s.where, s.norm, tuple(map(mark, s.readers)), s.taps) for s in block.sites)
-        return _replace(block, sites=sites, readers=tuple(map(mark, block.readers)))
+        sites = tuple(replace(s, readers=tuple(map(mark, s.readers))) for s in block.sites)
+        return replace(block, sites=sites, readers=tuple(map(mark, block.readers)))
 
     return [marked(b) for b in blocks]
-
-
-def _replace(block: Block, **fields: Any) -> Block:
-    keep = {n: getattr(block, n) for n in ("name", "kind", "sites", "readers", "writers", "parallel_group", "scale")}
-    return Block(**(keep | fields))
 
 
 def machines(**options: Any) -> st.SearchStrategy[Machine]:
@@ -157,7 +201,9 @@ def context(machine: Machine, network: Network | None = None) -> Context:
     def holds(value: float) -> Callable[[str], bool]:
         return lambda param: bool(np.all(machine.params[param] == value))
 
-    return Context(network or Network((machine.stream,)), samples, holds(1.0), holds(0.0), machine.params.__getitem__)
+    ask = (holds(1.0), holds(0.0), machine.params.__getitem__)
+    shapes = {name: array.shape for name, array in machine.params.items()}
+    return Context(network or Network((machine.stream,)), samples, *ask, shape=shapes.__getitem__)
 
 
 def assert_same(a: Machine, b: Machine, rtol: float = 1e-9) -> None:
@@ -174,7 +220,16 @@ _words = st.one_of(
     st.text(max_size=6), st.sampled_from(["h.0", "a:0", "taps", "-", "", 'a"b', "a b\n", "onnx::W_1", "\\"])
 )
 _floats = st.floats(allow_nan=False, allow_infinity=False)
-_any_linear = st.builds(Linear, _words, st.integers(-2, 3), st.none() | _words, st.booleans(), st.booleans())
+_any_linear = st.builds(
+    Linear, _words, st.integers(-2, 3), st.none() | _words, st.integers(1, 9), st.booleans(), st.booleans()
+)
+
+
+@st.composite
+def _any_scale(draw: Any) -> Scale:
+    by = draw(_floats | _words)
+    marks = [draw(st.booleans()) for _ in range(3)]
+    return Scale(draw(st.sampled_from(("read", "written", "trunk"))), by, *marks[:2], marks[2] and isinstance(by, str))
 
 
 @st.composite
@@ -182,12 +237,14 @@ def _any_norm(draw: Any) -> Norm:
     gamma = draw(st.none() | _words)
     one, computed = (draw(st.booleans()) if gamma else False for _ in range(2))
     eps = draw(st.floats(0, allow_infinity=False))
-    return Norm(draw(st.sampled_from(Kind)), eps, gamma, draw(st.none() | _words), one, computed)
+    rest = [draw(st.none() | _words) for _ in range(3)]
+    over = draw(_any_norm()) if draw(st.integers(0, 5)) == 0 else None
+    return Norm(draw(st.sampled_from(Kind)), eps, gamma, rest[0], one, computed, *rest[1:], over=over)
 
 
 def _any_site(*wheres: Where) -> st.SearchStrategy[Site]:
     linears, names = (st.lists(s, max_size=3).map(tuple) for s in (_any_linear, _words))
-    return st.builds(Site, st.sampled_from(wheres), _any_norm(), linears, names)
+    return st.builds(Site, st.sampled_from(wheres), _any_norm(), linears, names, linears, st.integers(0, 99))
 
 
 @st.composite
@@ -197,7 +254,10 @@ def _any_block(draw: Any) -> Block:
     implied = next((s.readers for s in sites if s.where is Where.IN), ())
     readers = implied if draw(st.booleans()) else draw(linears)
     group = draw(st.none() | st.integers())
-    return Block(draw(_words), draw(_words), sites, readers, draw(linears), group, draw(_floats), draw(_words))
+    scales = tuple(draw(st.lists(_any_scale(), max_size=2)))
+    arms = tuple(draw(st.lists(st.builds(Arm, linears, linears, st.integers(0, 9)), max_size=2)))
+    ends = (scales, draw(_words), arms)
+    return Block(draw(_words), draw(_words), sites, readers, draw(linears), group, draw(_floats), *ends)
 
 
 @st.composite
@@ -205,7 +265,10 @@ def _any_stream(draw: Any) -> Stream:
     blocks = draw(st.lists(_any_block(), max_size=3, unique_by=lambda b: b.name))
     names = st.lists(_words, max_size=3).map(tuple)
     ends = [draw(st.none() | _any_site(where)) for where in (Where.EMBEDDING, Where.FINAL)]
-    return Stream(draw(_words), draw(st.integers(1)), tuple(blocks), draw(names), *ends, draw(names))
+    linears = st.lists(_any_linear, max_size=3).map(tuple)
+    start = (draw(linears), draw(_words))
+    rest = (draw(names), draw(linears), draw(names))
+    return Stream(draw(_words), draw(st.integers(1)), tuple(blocks), *start, *ends, *rest)
 
 
 def networks() -> st.SearchStrategy[Network]:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NETWORK = """
 stream toy width=8
-  source @wte
+  source @wte:1(table)
   embedding layer(eps=1e-05 gamma=@e.g beta=@e.b)
   block h.0.attn attention peri
     in     layer(eps=1e-05 gamma=@a.g beta=@a.b) -> @a.q:1+@a.qb @a.k:1

@@ -14,9 +14,10 @@ import pytest
 import lnrewrite
 
 ROOT = Path(__file__).parent.parent
-PICTURE = {"stream", "text", "plan", "diagnostics", "report"}
-CORE = {"opgraph", "analysis", "pipeline", "spelling", "registry", "ref"}
-FOR_PASSES = {f"lnrewrite.{name}" for name in ("stream", "plan", "diagnostics", "pipeline", "fitting", "trunk")}
+PICTURE = {"stream", "text", "plan", "basis", "diagnostics", "report"}
+CORE = {"opgraph", "analysis", "pipeline", "spelling", "registry", "machine", "ref", "rotations"}
+SEEN = ("stream", "plan", "basis", "diagnostics", "pipeline", "fitting", "trunk")
+FOR_PASSES = {f"lnrewrite.{name}" for name in SEEN}
 
 
 def sources(folder: str) -> list[Path]:

@@ -216,7 +216,9 @@ class Machine:
     network: Network
     log: list[str]
 
-    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str) -> tuple[Machine, int]:
+    def apply(
+        self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
+    ) -> tuple[Machine, int]:
         self.log.append(f"apply {label}")
         done = [(e.target, o) for _, p in edits for e in p.edits for o in e.operations]
         put = {(target, o.where): o.norm for target, o in done if isinstance(o, SetNorm)}
@@ -248,6 +250,13 @@ class Machine:
 
     def values(self, param: str) -> list[float]:
         raise KeyError(param)
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        raise KeyError(param)
+
+    def peaks(self, batches: Sequence[Batch]) -> dict[str, float]:
+        self.log.append(f"peaks {len(batches)}")
+        return {}
 
     def drift(self, other: Machine, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
         assert other is not self

@@ -21,8 +21,8 @@ from lnrewrite.plan import (
     SetNorm,
     Vectors,
 )
-from lnrewrite.ref import Floats, Machine, apply, fit, invent, normalize, sums
-from lnrewrite.stream import Kind, Linear, Norm, Stream, Where
+from lnrewrite.ref import Floats, Machine, apply, fit, invent, normalize
+from lnrewrite.stream import Kind, Linear, Norm, Stream, Where, sums
 from lnrewrite.text import parse
 from strategies import machines
 
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Floats]], Floats]]] = {
     "pre": (
         """
         stream s width=5
-          source @E @P
+          source @E:1(table) @P:1(table)
           block b mlp pre
             in     layer(eps=0.01 gamma=@g beta=@t) -> @up:1+@c
             writes @down:0+@d
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Floats]], Floats]]] = {
     "post": (
         """
         stream s width=5
-          source @E
+          source @E:1(table)
           embedding layer(eps=1e-05 gamma=@ge)
           block b mlp post scale=1.5
             reads  @up:1+@c
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Floats]], Floats]]] = {
     "peri": (
         """
         stream s width=5
-          source @E
+          source @E:1(table)
           block b attention peri
             in     rms(eps=0.01 gamma=@g) -> @q:1 @k:1
             out    rms(eps=0.02 gamma=@h)
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Floats]], Floats]]] = {
     "output": (
         """
         stream s width=5
-          source @E
+          source @E:1(table)
           block b mlp output
             reads  @up:1+@c
             writes @down:0+@d
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Floats]], Floats]]] = {
     "inner": (
         """
         stream s width=5
-          source @E
+          source @E:1(table)
           block b mlp pre
             in     rms(eps=0.01) -> @up:1
             inner  layer(eps=0.03 gamma=@i beta=@j) -> @down:1
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Floats]], Floats]]] = {
     "parallel": (
         """
         stream s width=5
-          source @E
+          source @E:1(table)
           block a mlp post group=0
             reads  @up:1+@c
             writes @down:0+@d
@@ -206,7 +206,7 @@ def test_random_machines_run(machine: Machine) -> None:
 
 TOY = """
 stream s width=5
-  source @E
+  source @E:1(table)
   embedding rms(eps=0.1 gamma=@ge)
   block a mlp pre
     in     layer(eps=0.1 gamma=@g beta=@t) -> @up.weight:1
@@ -316,7 +316,7 @@ def test_values_are_read_before_the_first_edit() -> None:
 
 POST = """\
 stream s width=5
-  source @E
+  source @E:1(table)
   embedding layer(eps=0.3 gamma=@ge) -> @up:1 @up2:1
   block a mlp post group=0
     post   layer(eps=0.1 gamma=@g beta=@t) -> @q:1

@@ -68,12 +68,11 @@ def _rms_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
 
 
 def _batch_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    x, w, b, eps = args[0], args[1], args[2], args[7]
-    return "batch_norm", (x, w, b), {"eps": eps}
+    return "batch_norm", tuple(args[:5]), {"eps": args[7]}
 
 
 def _native_batch_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "batch_norm", tuple(args[:3]), {"eps": args[-1]}
+    return "batch_norm", tuple(args[:5]), {"eps": args[-1]}
 
 
 def _group_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import fx
 
 from ..stream import Kind, Norm
 from .captured import CapturedModule, register
-from .surgery import Change, Edge, Floats, changed, pieces
+from .surgery import CHUNK, Change, Edge, Floats
 
 aten = torch.ops.aten
 BIASED = {aten.linear.default, aten.conv1d.default, aten.conv2d.default}
@@ -24,11 +26,13 @@ class FxEditor:
         self.module, self.graph, self.label = module, module.graph, ""
         self.nodes = {n.name: n for n in module.graph.nodes}
         self.used = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
-        self.before: dict[str, torch.Tensor] = {}
 
     def value(self, name: str) -> fx.Node:
-        """Return the node that had this name before the first edit."""
-        return self.nodes[name]
+        """Return the node that had this name before the first edit; of one with several results, the first."""
+        node = self.nodes[name]
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            return next(u for u in node.users if u.target is operator.getitem and u.args[1] == 0)
+        return node
 
     def readers(self, value: fx.Node) -> list[Edge[fx.Node]]:
         """Return an edge for each node that reads `value`."""
@@ -40,6 +44,8 @@ class FxEditor:
 
     def norm(self, name: str, x: fx.Node, norm: Norm, at: fx.Node) -> fx.Node:
         """Return a new norm of `x` over the last axis, behind `at`."""
+        if norm.over:
+            x = at = self.norm(f"{name}.over", x, norm.over, at)
         width = x.meta["val"].shape[-1]
         with self.after(at):
             weight = self.vector(norm.gamma)
@@ -60,6 +66,36 @@ class FxEditor:
             if term := self.vector(shift):
                 node = self.call(aten.add.Tensor, (node, term), x)
         return node
+
+    def centre(self, x: fx.Node) -> fx.Node:
+        """Return a new x - mean(x) over the last axis, right behind `x`."""
+        with self.after(x):
+            mean = self.call(aten.mean.dim, (x, [-1], True), x)
+            mean.meta["val"] = x.meta["val"][..., :1]
+            return self.call(aten.sub.Tensor, (x, mean), x)
+
+    def untie(self, linear: fx.Node, param: str, fresh: str) -> None:
+        """Let one node read its own copy of a parameter, under another name that the parameter has or a new one."""
+        tensor = self.module.get_parameter(param)
+        names = dict(self.module.named_parameters(remove_duplicate=False))
+        spare = [n for n, p in names.items() if p is tensor and n != param]
+        new = chain([fresh], (f"{fresh}_{i}" for i in count(2)))
+        name = next(iter(spare), None) or next(n for n in new if n not in names)
+        path = next(path for path in map(_origins, linear.all_input_nodes) if self.holds(path[-1], tensor))
+        for node in self.graph.find_nodes(op="get_attr", target=name):
+            node.target = param
+        register(self.module, name, torch.nn.Parameter(tensor.detach().clone(), tensor.requires_grad))
+        with self.graph.inserting_before(linear):
+            copy = self.graph.get_attr(name)
+            copy.meta["val"] = self.module.get_parameter(name).detach()
+            for old, source in zip(path[-2::-1], path[:0:-1], strict=True):
+                copy = self.graph.node_copy(old, {source: copy}.get)
+        linear.replace_input_with(path[0], copy)
+
+    def holds(self, node: fx.Node, tensor: torch.Tensor) -> bool:
+        """Say whether a node gets this parameter."""
+        name = str(node.target)
+        return node.op == "get_attr" and self.has(name) and self.module.get_parameter(name) is tensor
 
     def attach(self, linear: fx.Node, bias: str) -> fx.Node:
         """Give a linear map its bias: as an argument where it takes one, added behind it elsewhere."""
@@ -84,19 +120,18 @@ class FxEditor:
         return True
 
     def read(self, param: str) -> Floats:
-        """Return a parameter's values from before the first edit."""
-        return _numpy(self.before.get(param, self.module.get_parameter(param)))
+        """Return a parameter's present values."""
+        return _numpy(self.module.get_parameter(param))
 
     def rows(self, param: str, axis: int) -> Iterator[Floats]:
         """Yield a parameter's present values [..., size of axis]."""
-        return pieces(_numpy(self.module.get_parameter(param)), axis)
+        return map(_numpy, _pieces(self.module.get_parameter(param), axis))
 
     def transform(self, param: str, axis: int | None, change: Change) -> None:
-        """Replace a parameter's values in place."""
-        parameter = self.module.get_parameter(param)
-        self.before.setdefault(param, parameter.detach().clone())
+        """Replace a parameter's values in place, piece by piece."""
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(changed(_numpy(parameter), axis, change)))
+            for piece in _pieces(self.module.get_parameter(param), axis):
+                piece.copy_(torch.from_numpy(change(_numpy(piece)).reshape(piece.shape)))
 
     def create(self, name: str, values: Floats, like: fx.Node) -> str:
         """Register a new parameter near `name`, in the dtype of `like` and on the device of the others."""
@@ -141,6 +176,24 @@ class FxEditor:
         node.meta["nn_module_stack"] = like.meta.get("nn_module_stack", {})
         node.meta["custom"] = {**like.meta.get("custom", {}), "lnrewrite": self.label}
         return node
+
+
+def _origins(node: fx.Node) -> list[fx.Node]:
+    """Return a node and what it is made from, while that is one node."""
+    path = [node]
+    while path[-1].op == "call_function" and len(path[-1].all_input_nodes) == 1:
+        path.append(path[-1].all_input_nodes[0])
+    return path
+
+
+def _pieces(parameter: torch.Tensor, axis: int | None) -> Iterator[torch.Tensor]:
+    """Yield views [..., size of axis] of at most about `CHUNK` numbers that make up a parameter; None: one, flat."""
+    values = parameter.detach()
+    if axis is None or values.dim() == 1:
+        yield values.view(-1) if axis is None else values.view(1, -1)
+        return
+    rows = values.movedim(axis, -1)
+    yield from rows.split(max(1, CHUNK * len(rows) // max(rows.numel(), 1)))
 
 
 def _numpy(tensor: torch.Tensor) -> Floats:

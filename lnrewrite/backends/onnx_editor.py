@@ -18,6 +18,8 @@ from .surgery import Change, Edge, Floats, changed, pieces
 
 BIASED = {"Gemm", "Conv", "ConvTranspose"}
 """Linear maps that take a bias as their third input."""
+MOVES = {"Transpose", "Cast", "Reshape", "Identity", "Squeeze", "Unsqueeze"}
+"""Operators that hand a parameter on as it is."""
 
 
 class OnnxEditor:
@@ -31,7 +33,6 @@ class OnnxEditor:
         self.model, self.graph, self.label = model, model.graph, ""
         self.values = ir.convenience.create_value_mapping(self.graph, include_subgraphs=False)
         self.taken = set(ir.convenience.create_value_mapping(self.graph))
-        self.before: dict[str, ir.TensorProtocol] = {}
         self.known = _known(self.graph, view)
         for value in [v for v in self.graph.inputs if v.is_initializer()]:
             self.graph.inputs.remove(value)
@@ -66,6 +67,8 @@ class OnnxEditor:
 
     def norm(self, name: str, x: ir.Value, norm: Norm, at: ir.Value) -> ir.Value:
         """Return a new norm of `x` [..., width] in its semantic form."""
+        if norm.over:
+            x = self.norm(f"{name}.over", x, norm.over, at)
         scale = self.vector(norm.gamma, x, norm.plus_one) if norm.gamma else ones(self.graph, x)
         bias = [self.vector(norm.beta, x)] if norm.beta else []
         inside = bias if norm.kind is Kind.LAYER else []
@@ -80,6 +83,43 @@ class OnnxEditor:
                 inputs = [result, self.graph.initializers[param]]
                 result = self.node(operator, inputs, x, f"{param}.{operator.lower()}")
         return result
+
+    def centre(self, x: ir.Value) -> ir.Value:
+        """Return a new x - mean(x) over the last axis."""
+        axes = constant(self.graph, "lnrewrite.last", np.array([-1], np.int64))
+        if self.graph.opset_imports.get("", 1) < 18:
+            mean = self.node("ReduceMean", [x], x, f"{x.name}.mean", {"axes": [-1], "keepdims": 1})
+        else:
+            mean = self.node("ReduceMean", [x, axes], x, f"{x.name}.mean", {"keepdims": 1})
+        mean.shape = None if x.shape is None else ir.Shape([*x.shape[:-1], 1])
+        return self.node("Sub", [x, mean], x, f"{x.name}.centred")
+
+    def untie(self, linear: ir.Value, param: str, fresh: str) -> None:
+        """Let one node read its own copy of an initializer."""
+        old, tensor, node = self.graph.initializers[param], self.tensor(param), linear.producer()
+        name, dtype, shape = self.unique(fresh), tensor.dtype, ir.Shape(tensor.shape.numpy())
+        lazy = ir.LazyTensor(lambda: ir.Tensor(tensor.numpy(), dtype=dtype, name=name), dtype, shape, name=name)
+        copy = ir.Value(name=name, shape=old.shape, type=old.type, const_value=lazy)
+        self.graph.register_initializer(copy)
+        assert node is not None
+        for index, value in enumerate(node.inputs):
+            if (new := self.rebuilt(value, old, copy)) is not None:
+                node.replace_input_with(index, new)
+                return
+        raise LookupError(f"{linear.name} does not read {param}")
+
+    def rebuilt(self, value: ir.Value | None, old: ir.Value, new: ir.Value) -> ir.Value | None:
+        """Return what a value that is `old`, or is `old` moved about, is when made of `new`; None for other values."""
+        if value is old or value is None:
+            return None if value is None else new
+        node = value.producer()
+        if node is None or node.op_type not in MOVES:
+            return None
+        first = self.rebuilt(node.inputs[0], old, new)
+        if first is None:
+            return None
+        inputs = [first, *filter(None, node.inputs[1:])]
+        return self.node(node.op_type, inputs, value, f"{value.name}.untied", dict(node.attributes))
 
     def attach(self, linear: ir.Value, bias: str) -> ir.Value:
         """Give a linear map its bias: as the third input where it takes one, added behind it elsewhere."""
@@ -100,8 +140,8 @@ class OnnxEditor:
         return param in self.graph.initializers
 
     def read(self, param: str) -> Floats:
-        """Return an initializer's values from before the first edit."""
-        return self.before.get(param, self.tensor(param)).numpy().astype(np.float64)
+        """Return an initializer's present values."""
+        return self.tensor(param).numpy().astype(np.float64)
 
     def rows(self, param: str, axis: int) -> Iterator[Floats]:
         """Yield an initializer's present values [..., size of axis], piece by piece."""
@@ -114,7 +154,6 @@ class OnnxEditor:
     def transform(self, param: str, axis: int | None, change: Change) -> None:
         """Replace an initializer's values when they are next read: nothing is loaded now, nothing kept then."""
         tensor = self.tensor(param)
-        self.before.setdefault(param, tensor)
 
         def evaluate() -> ir.TensorProtocol:
             array = changed(tensor.numpy(), axis, change)

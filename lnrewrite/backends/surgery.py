@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, assert_never
 
@@ -11,7 +11,24 @@ from numpy.typing import NDArray
 
 from ..diagnostics import LnrewriteError
 from ..opgraph import OpGraph
-from ..plan import Affine, Array, Edit, FoldReader, Gain, ScaleWriter, SetNorm, Value
+from ..plan import (
+    Affine,
+    Array,
+    Centre,
+    DropScale,
+    Edit,
+    FoldReader,
+    Gain,
+    Normalise,
+    Number,
+    Proposal,
+    Rotation,
+    ScaleWriter,
+    SetNorm,
+    Untie,
+    Value,
+)
+from ..rotations import rotate
 from ..stream import Block, Kind, Linear, Norm, Site, Stream, Where
 
 Handle = TypeVar("Handle")
@@ -57,6 +74,12 @@ class Editor(Protocol[Handle]):
     def affine(self, x: Handle, scale: str | None, shift: str | None) -> Handle:
         """Return a new scale * x + shift, either of which may be left out."""
 
+    def centre(self, x: Handle) -> Handle:
+        """Return a new x minus its mean over the last axis, which stands right behind `x`."""
+
+    def untie(self, linear: Handle, param: str, fresh: str) -> None:
+        """Let one node read a copy of a parameter, under that name or one like it, in its place."""
+
     def attach(self, linear: Handle, bias: str) -> Handle:
         """Add a bias to a linear map that has none and return what is its output then, with all readers."""
 
@@ -64,7 +87,7 @@ class Editor(Protocol[Handle]):
         """Say whether there is a parameter of that name."""
 
     def read(self, param: str) -> Floats:
-        """Return a parameter's values from before the first edit."""
+        """Return a parameter's present values."""
 
     def rows(self, param: str, axis: int) -> Iterator[Floats]:
         """Yield a parameter's present values piece by piece along its other axes: [..., size of axis]."""
@@ -93,13 +116,33 @@ class Surgery(Generic[Handle]):
         self.standing: dict[str, Handle] = {}
         self.chained: dict[tuple[str, Where], Handle] = {}
         self.biases: dict[str, str] = {}
+        self.gains: dict[str, Floats] = {}
         self.copies: dict[str, list[str]] = {}
         for name, root in graph.alias.items():
             self.copies.setdefault(root, []).append(name)
 
+    def carry_out(self, proposals: Sequence[tuple[Stream, Proposal]], label: str) -> int:
+        """Carry out all edits of all streams, drop what they leave without a use, and return how many there were."""
+        self.remember(edit for _, proposal in proposals for edit in proposal.edits)
+        for stream, proposal in proposals:
+            for edit in proposal.edits:
+                self.apply(stream, edit, label)
+        self.finish()
+        return sum(len(proposal.edits) for _, proposal in proposals)
+
+    def remember(self, edits: Iterable[Edit]) -> None:
+        """Read the gains and biases that edits speak of: they mean the values from before the first edit."""
+        for operation in (o for edit in edits for o in edit.operations):
+            values = [getattr(operation, key, None) for key in ("gamma", "beta", "scale", "shift")]
+            names = [value.param for value in values if isinstance(value, Gain)]
+            if isinstance(operation, Normalise):
+                names += [name for name in (operation.norm.gamma, operation.norm.beta) if name]
+            self.gains |= {name: self.editor.read(name) for name in names if name not in self.gains}
+
     def apply(self, stream: Stream, edit: Edit, label: str) -> None:
         """Carry out one edit of one stream; `label` is stamped on every node that it makes."""
         block = next((b for b in stream.blocks if b.name == edit.target), None)
+        self.remember((edit,))
         self.editor.label = f"{label}:{edit.target}"
         for operation in edit.operations:
             match operation:
@@ -109,9 +152,18 @@ class Surgery(Generic[Handle]):
                     self.fold(operation)
                 case ScaleWriter():
                     self.scale(operation)
+                case Affine(where=Where.EMBEDDING):
+                    self.begin(stream, operation)
                 case Affine() if block is not None:
                     self.affine(block, operation)
-                case Affine():
+                case DropScale() if block is not None:
+                    self.drop(block, operation)
+                case Normalise():
+                    self.normalise(operation)
+                case Untie():
+                    linear = operation.linear
+                    self.editor.untie(self.editor.value(linear.node), linear.param, f"{linear.param}_untied")
+                case Affine() | DropScale():
                     self.fail("there is no block of that name")
                 case _:
                     assert_never(operation)
@@ -173,7 +225,7 @@ class Surgery(Generic[Handle]):
     def set_norm(self, stream: Stream, block: Block | None, op: SetNorm) -> None:
         """Put a norm at a site, replace the one that is there, or remove it."""
         ends = {Where.EMBEDDING: stream.embedding, Where.FINAL: stream.final}
-        site = block.at(op.where) if block else ends[op.where]
+        site = block.at(op.where, op.index) if block else ends[op.where]
         owner = block.name if block else stream.name
         if site is not None:
             self.replace_norm(owner, site, op)
@@ -224,14 +276,50 @@ class Surgery(Generic[Handle]):
     def affine(self, block: Block, op: Affine) -> None:
         """Insert scale * u + shift on the branch's reads, its end, or the skip's edge."""
         edges = {Where.IN: self.entrance, Where.OUT: self.end}.get(op.where, self.skip)(block)
-        x = edges[0].operand
-        name = f"{block.name}.{'skip' if op.where is Where.POST else op.where}"
-        scale = self.create(f"{name}_scale", self.value(op.scale), x) if op.scale else None
-        shift = self.create(f"{name}_shift", self.value(op.shift), x) if op.shift else None
-        node = self.editor.affine(x, scale, shift)
+        node = self.affine_of(edges[0].operand, op, f"{block.name}.{'skip' if op.where is Where.POST else op.where}")
         self.redirect(edges, node)
         if op.where is not Where.POST:
             self.chained[block.name, op.where] = node
+
+    def affine_of(self, x: Handle, op: Affine, name: str) -> Handle:
+        """Return scale * x + shift right behind `x`."""
+        if isinstance(op.scale, Centre):
+            return self.editor.centre(x)
+        scale = self.create(f"{name}_scale", self.value(op.scale), x) if op.scale else None
+        shift = self.create(f"{name}_shift", self.value(op.shift), x) if op.shift else None
+        return self.editor.affine(x, scale, shift)
+
+    def begin(self, stream: Stream, op: Affine) -> None:
+        """Insert scale * x + shift where a stream starts, or before its embedding norm."""
+        name = stream.embedding.origin[0] if op.before and stream.embedding else stream.source
+        old = self.stand(name)
+        edges = self.editor.readers(old)
+        new = self.affine_of(old, op, f"{stream.name}.source")
+        self.redirect(edges, new)
+        self.supersede(name, old, new)
+
+    def drop(self, block: Block, op: DropScale) -> None:
+        """Let what reads a factor's product read what the factor scales."""
+        if op.scale is None:
+            self.redirect(self.skip(block), self.stand(block.anchor.state))
+            return
+        name = op.scale.node
+        source = next(n for n in self.view[name].data if n not in self.view.constant)
+        old, new = self.stand(name), self.stand(source)
+        self.redirect(self.editor.readers(old), new)
+        self.supersede(name, old, new)
+
+    def normalise(self, op: Normalise) -> None:
+        """E <- gamma * norm(E) + beta, row by row."""
+        norm = op.norm
+        gamma = self.value(Gain(norm.gamma, norm.plus_one)) if norm.gamma else np.ones(())
+        beta = self.value(Gain(norm.beta)) if norm.beta else np.zeros(())
+
+        def change(rows: Floats) -> Floats:
+            x = rows - rows.mean(-1, keepdims=True) if norm.kind is Kind.LAYER else rows
+            return np.asarray(gamma * x / np.sqrt((x * x).mean(-1, keepdims=True) + norm.eps) + beta)
+
+        self.editor.transform(op.table.param, op.table.axis, change)
 
     def fold(self, op: FoldReader) -> None:
         """W <- W diag(scale), or W scale for a matrix; c <- c + W_old shift."""
@@ -241,16 +329,14 @@ class Surgery(Generic[Handle]):
             parts = [(rows @ shift).reshape(len(rows), -1) for rows in self.editor.rows(reader.param, reader.axis)]
             self.add_bias(reader, np.concatenate(parts).sum(1))
         if op.scale is not None:
-            scale = self.value(op.scale)
-            by: Change = (lambda rows: rows @ scale) if scale.ndim > 1 else (lambda rows: rows * scale)
-            self.editor.transform(reader.param, reader.axis, by)
+            self.editor.transform(reader.param, reader.axis, self.along(op.scale, transposed=True))
 
     def scale(self, op: ScaleWriter) -> None:
-        """W <- diag(scale) W, c <- scale * c + shift."""
-        writer, scale = op.writer, self.value(op.scale)
-        self.editor.transform(writer.param, writer.axis, lambda rows: rows * scale)
+        """W <- scale W, c <- scale c + shift, where a vector stands for a diagonal matrix."""
+        writer, by = op.writer, self.along(op.scale)
+        self.editor.transform(writer.param, writer.axis, by)
         if bias := self.bias(writer):
-            self.editor.transform(bias, None, lambda flat: flat * scale)
+            self.editor.transform(bias, None, by)
         if op.shift is not None:
             self.add_bias(writer, self.value(op.shift))
 
@@ -275,10 +361,35 @@ class Surgery(Generic[Handle]):
         return self.editor.create(name.replace("@", "_"), values, like)
 
     def value(self, value: Value) -> Floats:
-        """Return a value in float64; a parameter's is the one from before the first edit."""
-        if isinstance(value, Gain):
-            return self.editor.read(value.param) + float(value.plus_one)
-        return np.asarray(self.vectors[value.digest], dtype=np.float64)
+        """Return a vector or a matrix in float64; a parameter's is the one from before the first edit."""
+        match value:
+            case Gain(param, plus_one):
+                return self.gains[param] + float(plus_one)
+            case Number(number):
+                return np.asarray(number)
+            case Centre() | Rotation():
+                self.fail(f"{value} has no vector")
+            case _:
+                return np.asarray(self.vectors[value.digest], dtype=np.float64)
+
+    def along(self, value: Value, transposed: bool = False) -> Change:
+        """Return what multiplies each row [..., channels] by a value's matrix, or by its transpose."""
+        match value:
+            case Centre(width):
+                return lambda rows: _runs(rows, width, lambda r: r - r.mean(-1, keepdims=True))
+            case Rotation():
+                by = value.transposed if transposed else value
+                return lambda rows: rotate(rows, by)
+        matrix = self.value(value)
+        if matrix.ndim > 1 and min(matrix.shape) > 1:
+            turned = matrix if transposed else matrix.T
+            return lambda rows: _runs(rows, len(turned), lambda r: r @ turned)
+        return lambda rows: _runs(rows, max(matrix.size, 1), lambda r: r * matrix.reshape(-1))
+
+
+def _runs(rows: Floats, width: int, change: Change) -> Floats:
+    """Apply a change to each run of `width` channels of [..., channels]; a width of one means all at once."""
+    return change(rows) if width == 1 else change(rows.reshape(*rows.shape[:-1], -1, width)).reshape(rows.shape)
 
 
 def pieces(array: NDArray[Any], axis: int | None) -> Iterator[NDArray[Any]]:

@@ -11,11 +11,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from ..opgraph import CASTS, SHAPE, OpGraph
-from ..stream import Anchor, Block, Linear, Network, Site, Stream, Where
+from ..stream import Anchor, Arm, Block, Kind, Linear, Network, Scale, Site, Stream, Where
+from . import scales as scales_
+from .arms import find_arms
 from .edges import Edge, readers, writers
 from .joins import WEIGHTED, Join, find_joins, nearest_miss, scaled
 from .naming import common, name_blocks, stream_name
-from .norms import Found, find_norms
+from .norms import Found, find_norms, stacked
 
 ACTIVATIONS = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu", "relu6"})
 ROUTERS = frozenset({"topk", "one_hot", "histc", "bincount"})
@@ -23,12 +25,16 @@ ROUTERS = frozenset({"topk", "one_hot", "histc", "bincount"})
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Say where a join's root comes from: the sum before it (None: a source), through which norm, in what basis."""
+    """Say where a join's root comes from: the sum before it (None: a source), through which norm and factors.
+
+    `through` names another op on the way that a linear map of the channels does not pass.
+    """
 
     before: str | None
     norm: str | None
-    affine: bool
     start: str
+    scales: tuple[Scale, ...] = ()
+    through: str = ""
 
 
 def detect(graph: OpGraph) -> Network:
@@ -41,7 +47,8 @@ class _Detector:
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
-        self.norms, self.refusals = find_norms(graph)
+        found, self.refusals = find_norms(graph)
+        self.norms = stacked(graph, found)
         self.inside = {m: f.output for f in self.norms.values() for m in f.members}
         self.joins, refused = find_joins(graph)
         self.closed = bool(refused)
@@ -77,21 +84,27 @@ class _Detector:
 
     def link(self, root: str, totals: set[str]) -> Link:
         """Walk a root back to the sum, or the source, that it comes from."""
-        norm, affine, name, start = None, False, root, root
+        graph, axis = self.graph, -1
+        norm, name, start, through = None, root, root, ""
+        scales: list[Scale] = []
         while name not in totals:
-            op = self.graph[name]
+            op = graph[name]
             if name in self.norms and norm is None:
                 norm, name = name, self.norms[name].source
                 continue
-            if norm is None:
-                start = name
-            if op.kind in SHAPE | CASTS | {"dropout"} | ACTIVATIONS and op.data:
-                affine, name = affine or op.kind in ACTIVATIONS, op.data[0]
-            elif (step := scaled(self.graph, name)) is not None:
-                affine, name = True, step
+            start = name if norm is None else start
+            if (step := scales_.factor(graph, op, axis, "trunk")) is not None:
+                through = through or (f"{op.kind} before its norm" if norm else "")
+                scales.insert(0, step[1])
+                name = step[0]
+            elif op.kind in SHAPE | CASTS | {"dropout"} | ACTIVATIONS and op.data:
+                through = through or (op.kind if op.kind in ACTIVATIONS else "")
+                name = op.data[0]
+            elif (shifted := scaled(graph, name)) is not None:
+                name, through = shifted, through or op.kind
             else:
-                return Link(None, norm if norm and self.graph[root].name == norm else None, affine, start)
-        return Link(name, norm, affine, start)
+                return Link(None, norm if norm and graph[root].name == norm else None, start, tuple(scales), through)
+        return Link(name, norm, start, tuple(scales), through)
 
     def stream(self, chain: list[tuple[Join, Link]], index: int) -> Stream:
         post = self.post_norms(chain)
@@ -101,23 +114,46 @@ class _Detector:
             parallel = index * 10000 + group if len(join.branches) > 1 else None
             for branch, add in join.branches:
                 blocks.append(self.block(join, branch, add, axis, parallel, post[group]))
+            if group + 1 < len(chain):
+                blocks[-1] = self.handed_on(blocks[-1], chain[group + 1][1])
         first, last = chain[0], chain[-1]
         embedding = self.norms.get(first[1].norm or "")
         final = None if post[-1] else self.norm_after(last[0].total)
         width = self.graph.width(first[0].total, axis)
-        sources = tuple(self.source_parameters(first[1].start, width))
+        begun = embedding.source if embedding else first[0].root
+        sources = writers(self.graph, begun, axis)
+        opaque = self.graph[sources.others[0]].kind if sources.others else ""
+        if embedding and set(self.graph.users[begun]) - embedding.members:
+            opaque = opaque or "a value that is read bare too"
+        exits = self.exits(last[0].total, axis, final or post[-1])
         name = stream_name([b.name for b in blocks], index)
         return Stream(
             name,
             width,
             tuple(blocks),
-            sources,
+            tuple(map(self.counted, sources.linears)),
+            opaque,
             self.site(Where.EMBEDDING, embedding, None) if embedding else None,
             self.site(Where.FINAL, final, None) if final else None,
             self.taps(chain),
+            tuple(map(self.counted, exits.linears)),
+            exits.others,
             source=first[0].root,
             last=last[0].total,
         )
+
+    def handed_on(self, block: Block, link: Link) -> Block:
+        """Add what the trunk passes on its way to the next sum."""
+        said = [block.opaque] if block.opaque else []
+        said += [f"carried through {link.through}"] if link.through else []
+        return replace(block, scales=(*block.scales, *link.scales), opaque="; ".join(said))
+
+    def exits(self, last: str, axis: int, norm: Found | None) -> Edge:
+        """Return what reads a stream's last state, but for the norm at its end."""
+        members = norm.members if norm else frozenset()
+        edge = readers(self.graph, last, axis)
+        others = [o for o in edge.others if o not in members]
+        return Edge(edge.linears, tuple(dict.fromkeys(o if o == "output" else self.graph[o].kind for o in others)))
 
     def post_norms(self, chain: list[tuple[Join, Link]]) -> list[Found | None]:
         """Return each join's trunk norm. The last one has no next skip to tell: its nearest sibling decides."""
@@ -169,7 +205,8 @@ class _Detector:
                 for branch, _ in join.branches:
                     region = {o.name for o in graph.between(join.root, branch)}
                     end = self.exit(join.root, branch)
-                    if writers(graph, end.source if end else branch, axis, region).linears:
+                    last = scales_.back(graph, end.source if end else branch, axis, "", self.norms)
+                    if writers(graph, last.value, last.axis, region).linears:
                         return axis
         return -1
 
@@ -185,15 +222,25 @@ class _Detector:
         sites += [self.site(Where.POST, post, None)] if post else []
         begin = [(f.output, f.axis) for f in entries] or [(join.root, axis)]
         edges = [readers(graph, start, at, region) for start, at in begin]
-        ends = writers(graph, leave.source if leave else branch, leave.axis if leave else axis, region)
-        reads = tuple(dict.fromkeys(self.shared(r) for e in edges for r in e.linears))
-        writes = tuple(dict.fromkeys(self.shared(w) for w in ends.linears))
+        outer = scales_.back(graph, branch, axis, "branch" if leave else "written", self.norms)
+        inside = scales_.back(graph, leave.source, leave.axis, "written", self.norms) if leave else outer
+        reading = scales_.onward(graph, entries[0].output, entries[0].axis, "read") if len(entries) == 1 else ()
+        ends = writers(graph, inside.value, inside.axis, region)
+        reads = tuple(dict.fromkeys(self.counted(r) for e in edges for r in e.linears))
+        writes = tuple(dict.fromkeys(self.counted(w) for w in ends.linears))
         opaque = self.opaque(edges, ends, join, entries, region)
+        if leave and (outer.value != leave.output or set(graph.users[branch]) != {add}):
+            opaque = "; ".join([*([opaque] if opaque else []), f"ends in {graph[outer.value].kind}"])
         kind = self.kind(join, branch)
-        anchor = Anchor(join.root, branch, add, join.skip, join.total, axis)
+        done = ends.path | {o.name for o in graph.between(inside.value, branch)} | self.inside.keys()
+        early = {o for o in region for f in entries if graph.reaches(o, f.source)}
+        between = tuple(sorted(region - done - early, key=graph.index.__getitem__))
+        anchor = Anchor(join.root, branch, add, join.skip, join.total, axis, between)
         held = {p for o in region if o not in self.inside for p in self.parameters_of(o)}
         path = common(sorted(held))
-        return Block(path, kind, tuple(sites), reads, writes, group, self.scale(join), opaque, anchor)
+        scales = (*reading, *(inside.scales if leave else ()), *outer.scales)
+        arms = tuple(map(self.arm, find_arms(graph, region, self.inside)))
+        return Block(path, kind, tuple(sites), reads, writes, group, self.scale(join), scales, opaque, arms, anchor)
 
     def parameters_of(self, name: str) -> set[str]:
         """Return the weights of a linear op, straight or through constant ops such as a split or a transpose."""
@@ -224,17 +271,19 @@ class _Detector:
         if others := [o for e in edges for o in e.others if o not in self.inside]:
             said.append(f"read by {self.graph[others[0]].kind}")
         if behind := [o for o in ends.others if o not in self.inside]:
-            said.append(f"written by {self.graph[behind[0]].kind}")
+            said.append("written by " + ("an output" if behind[0] == "output" else self.graph[behind[0]].kind))
         heads = {f.output for f in entries}
         raw = [u for u in self.graph.users[join.root] if u in region and self.inside.get(u) not in heads]
         if entries and any(self.graph[u].kind not in SHAPE | CASTS for u in raw):
             said.append("reads the raw stream too")
         return "; ".join(said)
 
-    def shared(self, linear: Linear) -> Linear:
-        """Say whether a linear's parameter (or bias) has other uses in the graph."""
-        uses = max(self.graph.uses[n] for n in (linear.param, linear.bias) if n)
-        return replace(linear, shared=True) if uses > 1 else linear
+    def arm(self, arm: Arm) -> Arm:
+        return replace(arm, makers=tuple(map(self.counted, arm.makers)), takers=tuple(map(self.counted, arm.takers)))
+
+    def counted(self, linear: Linear) -> Linear:
+        """Count the uses of a linear's parameter (or bias) in the graph."""
+        return replace(linear, uses=max(self.graph.uses[n] for n in (linear.param, linear.bias) if n))
 
     def entries(self, root: str, branch: str) -> list[Found]:
         """Return the norms of the branch that read the root, straight or through casts, shapes and scales."""
@@ -275,9 +324,15 @@ class _Detector:
         taps = tuple(dict.fromkeys("output" if o == "output" else self.graph[o].kind for o in edge.others))
         if branch and not self.dominates(found, branch):
             taps = (*taps, "off the branch's main path")
+        width = self.graph.width(found.source, found.axis) if where is Where.INNER else 0
+        mixing = found.norm.kind is not Kind.BATCH
+        made = writers(self.graph, found.source, found.axis, None, width, mixing)
+        whole = where is Where.INNER and not made.others and set(self.graph.users[found.source]) <= found.members
+        writes = tuple(map(self.counted, made.linears)) if whole else ()
         origin = (found.source, *sorted(found.members, key=self.graph.index.__getitem__))
         origin = (*[o for o in origin if o != found.output], found.output)
-        return Site(where, found.norm, tuple(dict.fromkeys(map(self.shared, edge.linears))), taps, origin)
+        reads = tuple(dict.fromkeys(map(self.counted, edge.linears)))
+        return Site(where, found.norm, reads, taps, writes, width, origin)
 
     def dominates(self, found: Found, branch: str) -> bool:
         """Say whether every path from the norm's source's weights to the branch's end passes the norm."""
@@ -317,25 +372,6 @@ class _Detector:
 
     def kernel(self, weight: str) -> tuple[int | str, ...]:
         return (self.graph[weight].shape or ())[2:]
-
-    def source_parameters(self, start: str, width: int) -> list[str]:
-        """Return the parameters whose rows, or whose products, make the stream's first state."""
-        found: list[str] = []
-        todo, seen = [start], set()
-        while todo:
-            name = todo.pop()
-            op = self.graph[name]
-            if name in seen:
-                continue
-            seen.add(name)
-            if op.kind == "param":
-                found.append(str(op.attrs["param"]))
-            elif op.kind in {"embedding", "linear", "conv"}:
-                weight = self.graph[op.data[0] if op.kind == "embedding" else op.data[1]]
-                found += [str(weight.attrs["param"])] if weight.kind == "param" else []
-            elif op.kind in SHAPE | CASTS | {"add", "mul", "cat", "dropout", "gather", "div"} or name in self.norms:
-                todo += op.data
-        return sorted(set(found))
 
     def taps(self, chain: list[tuple[Join, Link]]) -> tuple[str, ...]:
         """Return what else reads the trunk before its last state: no block, no norm and no sum of this stream."""

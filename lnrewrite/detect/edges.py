@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,10 +16,14 @@ PASS = CASTS | {"dropout"}
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Hold the linears found at one edge of a branch, and the first ops behind which no linear could be followed."""
+    """Hold the linears found at one edge of a branch, and the first ops behind which no linear could be followed.
+
+    `path` are the ops that were followed, the linears among them.
+    """
 
     linears: tuple[Linear, ...]
     others: tuple[str, ...]
+    path: frozenset[str] = frozenset()
 
 
 def moved(graph: OpGraph, op: Op, axis: int, back: bool = False) -> int | None:
@@ -97,7 +101,7 @@ def _linear(graph: OpGraph, op: Op, weight: Operand, axis: int, exact: bool) -> 
     bias = op.inputs[2] if len(op.inputs) > 2 and op.kind not in {"bmm", "mm"} else None
     named = _bias(graph, bias)
     exact = exact and whole and (bias is None or named is not None)
-    return Linear(param, place, named, shared=False, exact=exact, node=op.name)
+    return Linear(param, place, named, exact=exact, node=op.name)
 
 
 def read(graph: OpGraph, op: Op, value: str, axis: int) -> Linear | None:
@@ -117,7 +121,7 @@ def read(graph: OpGraph, op: Op, value: str, axis: int) -> Linear | None:
     return None
 
 
-def written(graph: OpGraph, op: Op, axis: int) -> Linear | None:
+def written(graph: OpGraph, op: Op, axis: int, mixing: bool = True) -> Linear | None:
     """Return the linear map by which `op` produces `axis` of its output from a parameter, or None."""
     if op.kind == "linear" and axis == -1:
         return _linear(graph, op, op.inputs[1], -2, True)
@@ -125,7 +129,7 @@ def written(graph: OpGraph, op: Op, axis: int) -> Linear | None:
         return _linear(graph, op, op.inputs[1], -1, True)
     if op.kind in PRODUCTS and axis == -2:
         return _linear(graph, op, op.inputs[0], -2, False)
-    if op.kind == "conv" and axis == 1 - len(op.shape or ()):
+    if op.kind == "conv" and axis == 1 - len(op.shape or ()) and (op.attrs["groups"] == 1 or not mixing):
         return _linear(graph, op, op.inputs[1], -len(op.shape or ()), True)
     return None
 
@@ -144,8 +148,7 @@ def readers(graph: OpGraph, start: str, axis: int, within: Collection[str] | Non
             op = graph[user]
             linear = read(graph, op, value, at)
             if linear is not None:
-                known = linear if exact else Linear(linear.param, linear.axis, linear.bias, False, False, linear.node)
-                linears[user] = known
+                linears[user] = linear if exact else replace(linear, exact=False)
             elif (step := _onward(graph, op, value, at)) is not None:
                 todo.append((user, step[0], exact and step[1]))
             else:
@@ -167,58 +170,88 @@ def _onward(graph: OpGraph, op: Op, value: str, axis: int) -> tuple[int, bool] |
     return None
 
 
-def writers(graph: OpGraph, end: str, axis: int, within: Collection[str]) -> Edge:
-    """Return the linears (inside `within`) whose products make up `axis` of `end`, and what else does."""
+def writers(
+    graph: OpGraph,
+    end: str,
+    axis: int,
+    within: Collection[str] | None = None,
+    width: int = 0,
+    mixing: bool = True,
+) -> Edge:
+    """Return the linears (inside `within`) whose sum makes up `axis` of `end`, and what else does or takes a part.
+
+    Whatever linear map of the channels follows them follows the sum: no factor on the way tells one channel from
+    another. Tables that are looked up and parameters that are added count as linears. `width`: follow the axis into a
+    larger one of which it is the fast part (heads). Without `mixing`, a convolution in groups counts too: it can take
+    a factor for each channel, not a mixture of channels.
+    """
     linears: dict[str, Linear] = {}
     others: list[str] = []
-    todo, seen = [(end, axis)], set()
+    todo, seen = [(end, axis, True)], set()
     while todo:
-        name, at = todo.pop(0)
+        name, at, exact = todo.pop(0)
         if name in seen:
             continue
         seen.add(name)
         op = graph[name]
-        linear = written(graph, op, at) if name in within else None
+        held = within is None or name in within or name in graph.constant
+        linear = (written(graph, op, at, mixing) or _rows(graph, op, at)) if held else None
         if linear is not None:
-            linears[name] = linear
+            linears[name] = linear if exact else replace(linear, exact=False)
             continue
-        steps = list(_backward(graph, op, at)) if name in within else []
-        todo += steps
+        steps = list(_backward(graph, op, at, width)) if held else []
+        todo += [(source, place, exact and whole) for source, place, whole in steps]
         if not steps:
             others.append(name)
-    return Edge(tuple(linears.values()), tuple(others))
+    strays = [u for n in seen - {end} for u in graph.users[n] if u not in seen and graph[n].kind != "param"]
+    return Edge(tuple(linears.values()), tuple(dict.fromkeys([*others, *strays])), frozenset(seen - set(others)))
 
 
-def _backward(graph: OpGraph, op: Op, axis: int) -> Iterator[tuple[str, int]]:
-    """Yield the operands whose channel scaling would pass through `op` unchanged."""
+def _rows(graph: OpGraph, op: Op, axis: int) -> Linear | None:
+    """Return the table that `op` looks rows up in, or the parameter that it is."""
+    if op.kind == "embedding" and axis == -1:
+        found = parameter(graph, op.inputs[0], -1)
+    else:
+        found = parameter(graph, op.name, axis) if op.kind == "param" else None
+    return Linear(found[0], found[1], table=True, node=op.name) if found else None
+
+
+def _backward(graph: OpGraph, op: Op, axis: int, width: int) -> Iterator[tuple[str, int, bool]]:
+    """Yield (operand, axis, whether a shift passes) for the operands that any linear map of `axis` passes on to."""
     if op.kind in PASS:
-        yield op.data[0], axis
+        yield op.data[0], axis, True
     elif op.kind in SHAPE or op.kind == "gather":
         before = moved(graph, op, axis, back=True)
+        if before is None and op.kind == "reshape" and width and axis == -1:
+            whole = graph.width(op.data[0])
+            before = -1 if whole and graph.width(op.name) == width and whole % width == 0 else None
         if before is not None:
-            yield op.data[0], before
+            yield op.data[0], before, True
     elif op.kind in {"mul", "div"}:
         for i, name in enumerate(op.inputs[: 1 if op.kind == "div" else 2]):
             other = op.inputs[1 - i]
             if isinstance(name, str) and name not in graph.constant and _commutes(graph, other, axis):
-                yield name, axis
+                yield name, axis, False
                 return
     elif op.kind == "add":
-        data = [n for n in op.data if n not in graph.constant]
-        if len(data) == len(op.inputs) and all(graph[n].shape == op.shape for n in data):
-            yield from ((n, axis) for n in data)
+        terms = [n for n in op.data if len(graph[n].shape or ()) >= -axis and graph.width(n, axis) != 1]
+        if len(terms) == len(op.inputs):
+            yield from ((n, axis, True) for n in terms)
+    elif op.kind == "cat":
+        if all(graph.width(n, axis) == graph.width(op.name, axis) for n in op.data):
+            yield from ((n, axis, True) for n in op.data)
     elif op.kind == "sum" and op.attrs["axes"]:
         rank = len(graph[op.data[0]].shape or ())
         axes = sorted(a % rank for a in op.attrs["axes"])  # type: ignore[attr-defined]
         if len(axes) == 1 and not op.attrs["keepdim"]:
             place = axis + rank - 1
             place = place if place < axes[0] else place + 1
-            yield op.data[0], place - rank
+            yield op.data[0], place - rank, False
 
 
 def _commutes(graph: OpGraph, factor: Operand, axis: int) -> bool:
-    """Say whether a factor acts channel by channel (a vector of parameters) or alike on all channels."""
+    """Say whether a factor acts alike on all channels."""
     if not isinstance(factor, str) or graph.is_scalar(factor):
         return True
     shape = graph[factor].shape or ()
-    return len(shape) < -axis or shape[axis] == 1 or factor in graph.constant
+    return len(shape) < -axis or shape[axis] == 1

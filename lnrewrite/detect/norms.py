@@ -7,7 +7,7 @@ with every norm in `unit`; only what agrees to 1e-9 is a norm. Names of modules 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +71,23 @@ def find_norms(graph: OpGraph) -> tuple[dict[str, Found], list[Refusal]]:
     return found, refusals
 
 
+def stacked(graph: OpGraph, norms: Mapping[str, Found]) -> dict[str, Found]:
+    """Return the norms by output, those that read a norm which nothing else reads taken together with it."""
+    found: dict[str, Found] = {}
+    for norm in norms.values():
+        value, inside = norm.source, set(norm.members)
+        while value not in found and graph[value].kind in CASTS and set(graph.users[value]) <= inside:
+            inside.add(value)
+            value = graph[value].data[0]
+        below = found.get(value)
+        if below and below.axis == norm.axis and set(graph.users[value]) <= inside:
+            del found[value]
+            whole = replace(norm.norm, over=below.norm)
+            norm = replace(norm, norm=whole, source=below.source, members=below.members | inside)
+        found[norm.output] = norm
+    return found
+
+
 def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
     """Return the unit-gain norm of rows x [rows, width] in float64.
 
@@ -95,7 +112,9 @@ def _fused(graph: OpGraph, op: Op) -> Found | None:
     if op.attrs.get("axes", 1) != 1:
         kind = Kind.GROUP
     eps: float = op.attrs["eps"]  # type: ignore[assignment]
-    norm = Norm(kind, eps, **_gain(graph, gamma), beta=_parameter(graph, beta))
+    stored = [_parameter(graph, name) for name in op.inputs[3:5]] if kind is Kind.BATCH else []
+    mean, variance = stored if len(stored) == 2 else (None, None)
+    norm = Norm(kind, eps, **_gain(graph, gamma), beta=_parameter(graph, beta), mean=mean, variance=variance)
     return Found(norm, source, op.name, frozenset({op.name}), axis)
 
 
@@ -160,20 +179,27 @@ def _decomposed(graph: OpGraph, op: Op, refusals: list[Refusal]) -> Found | None
     for value, statistic in pairs:
         if not (isinstance(value, str) and isinstance(statistic, str) and _statistic(graph, statistic)):
             continue
-        best = ""
+        best, leaking = "", None
         for source in list(_sources(graph, value))[::-1]:
             ops = closure(graph, source, op.name)
             if ops is None or not graph.reaches(source, statistic):
                 continue
             found, why = _prove(graph, source, op, ops)
-            if found:
+            if found and set(_users(graph, ops)) <= {o.name for o in ops} | set(graph.users[op.name]):
                 return found
-            best = best or why
+            leaking, best = leaking or found, best or why
+        if leaking:  # something else sees a value inside; where the norm starts behind that value, it is no part of it
+            return leaking
         if best:
             remedy = "open an issue with this node's spelling if it is a norm; it is left as it is"
             refusals.append(Refusal("LN205", op.name, best, remedy))
         return None
     return None
+
+
+def _users(graph: OpGraph, ops: Iterable[Op]) -> Iterator[str]:
+    for op in ops:
+        yield from graph.users[op.name]
 
 
 def _reduced_axis(ops: list[Op], rank: int) -> int | None:
@@ -258,9 +284,9 @@ def _with_affine(graph: OpGraph, core: Found) -> Found:
         width = graph.width(op.name, core.axis)
         if op.kind in CASTS:
             pass
-        elif op.kind == "mul" and not norm.gamma and not norm.beta and _is_vector(graph, other, width, core.axis):
+        elif op.kind == "mul" and not norm.gamma and not norm.beta and is_vector(graph, other, width, core.axis):
             norm = replace(norm, **_gain(graph, other))
-        elif op.kind == "add" and not norm.beta and _is_vector(graph, other, width, core.axis):
+        elif op.kind == "add" and not norm.beta and is_vector(graph, other, width, core.axis):
             beta = _parameter(graph, other)
             if beta is None:
                 break
@@ -272,7 +298,7 @@ def _with_affine(graph: OpGraph, core: Found) -> Found:
     return replace(core, norm=norm, output=output, members=frozenset(members))
 
 
-def _is_vector(graph: OpGraph, name: Operand, width: int, axis: int) -> bool:
+def is_vector(graph: OpGraph, name: Operand, width: int, axis: int) -> bool:
     """Say whether a constant value is one number per channel of `axis`."""
     if not isinstance(name, str) or name not in graph.constant or width < 2:
         return False

@@ -1,0 +1,93 @@
+"""Find the arms of a branch: linear maps whose output's scale passes unchanged to other linear maps, and nowhere else.
+
+The linear arm of a gated MLP, the two linears around a ReLU, the value and output projections of attention: what the
+first is multiplied by can be divided out of the second, W2 relu(W1 x) = (k W2) relu(W1 x / k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..opgraph import CASTS, SHAPE, Op, OpGraph
+from ..stream import Arm
+from .edges import moved, read, written
+
+POSITIVE = frozenset({"relu", "leaky_relu"})
+"""Activations with f(k x) = k f(x) for k > 0."""
+PRODUCTS = frozenset({"matmul", "bmm", "mm"})
+
+
+def find_arms(graph: OpGraph, region: Collection[str], closed: Collection[str]) -> list[Arm]:
+    """Return the arms inside a branch, in order; `closed` are the members of norms, which see no scale."""
+    found = []
+    for name in sorted(set(region) - set(closed), key=graph.index.__getitem__):
+        arm = _follow(graph, graph[name], region, closed)
+        if arm:
+            found.append(arm)
+    return found
+
+
+def _follow(graph: OpGraph, maker: Op, region: Collection[str], closed: Collection[str]) -> Arm | None:
+    linear = written(graph, maker, -1)
+    if linear is None or linear.table:
+        return None
+    takers, values = {}, [maker.name]
+    todo: list[tuple[str, int | None, int]] = [(maker.name, -1, 0)]
+    runs = set()
+    while todo:
+        value, axis, run = todo.pop()
+        for user in graph.users[value]:
+            if user not in region or user in closed:
+                return None
+            op = graph[user]
+            if taker := read(graph, op, value, -1):
+                takers[user] = taker
+                runs.add(run if axis == -1 else 0)
+            elif (step := _onward(graph, op, value, axis, run, maker.name)) is not None:
+                if user not in values:
+                    values.append(user)
+                    todo.append((user, *step))
+            else:
+                return None
+    if not takers:
+        return None
+    run = runs.pop() if len(runs) == 1 else 0
+    return Arm((linear,), tuple(dict.fromkeys(takers.values())), run, tuple(values))
+
+
+def _onward(
+    graph: OpGraph, op: Op, value: str, axis: int | None, run: int, maker: str
+) -> tuple[int | None, int] | None:
+    """Return (channel axis, channels of a head) behind an op that passes a positive factor on; axis None: lost."""
+    if op.kind in CASTS | {"dropout"}:
+        return axis, run
+    if op.kind in SHAPE | {"gather"} and op.inputs[0] == value:
+        return _turned(graph, op, axis, run)
+    if op.kind in POSITIVE:
+        return None, 0
+    others = [n for n in op.data if n != value]
+    if any(graph.reaches(maker, n) for n in others) or op.data.count(value) != 1:
+        return None
+    if op.kind == "mul" or (op.kind == "div" and op.inputs[0] == value):
+        return (axis, run) if not others or graph.is_scalar(others[0]) else (None, 0)
+    if op.kind in PRODUCTS and others and op.inputs[1] == value:
+        return (axis if axis == -1 else None), run
+    if op.kind == "scaled_dot_product_attention" and op.inputs[2] == value:
+        return (axis if axis == -1 else None), run
+    return None
+
+
+def _turned(graph: OpGraph, op: Op, axis: int | None, run: int) -> tuple[int | None, int]:
+    """Follow the channel axis through a shape op, into heads and out of them."""
+    if axis is None:
+        return None, 0
+    after = moved(graph, op, axis)
+    if after is not None:
+        return after, run
+    size, whole = graph.width(op.name), graph.width(op.data[0])
+    if op.kind == "reshape" and axis == -1 and size and whole:
+        if whole % size == 0 and run in (0, size):
+            return -1, size
+        if size % whole == 0 and run in (0, whole):
+            return -1, run or whole
+    return None, 0

@@ -1,0 +1,245 @@
+"""Take constant factors beside the stream into the weights, gains and eps next to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from lnrewrite.basis import Closed, proposal
+from lnrewrite.plan import (
+    DropScale,
+    Edit,
+    Exactness,
+    FoldReader,
+    Number,
+    Operation,
+    Proposal,
+    Refusal,
+    ScaleWriter,
+    SetNorm,
+    Value,
+    Vectors,
+)
+from lnrewrite.stream import Block, Kind, Linear, Scale, Site, Stream, Where, site_name, sums
+
+if TYPE_CHECKING:
+    from lnrewrite.pipeline import Context
+
+RANGE = (1e-2, 1e2)
+"""How far the stream may change its size: beyond it, gains and eps leave the range where they are exact."""
+
+
+@dataclass(frozen=True)
+class AbsorbScales:
+    """Absorb LayerScale, residual multipliers, DeepNorm and KEEL alphas, 1/sqrt(l) behind norms, and trunk scalars.
+
+    With D a factor (a number, or one per channel) and N_eps a norm:
+
+        x + D (W h + c)         =  x + (D W) h + D c                   LayerScale, residual multipliers: into the writer
+        s (g N(x) + b)          =  (s g) N(x) + s b                    LayerNorm Scaling, factors behind an out norm
+        N_eps(s f)              =  sign(s) N_{eps/s^2}(f)              scalar gates before an out norm
+        N_eps(a x + W h + c)    =  N_{eps/a^2}(x + (W h + c) / a)      DeepNorm, KEEL
+        s_l (x + v_l), read by N_eps: carry x^ = x / S, S the product of the s so far, v_l / S and eps / S^2
+
+    Before::
+
+        stream toy width=8
+          block h.0 attention pre
+            in     layer(eps=1e-05 gamma=@g beta=@b) -> @q:1(inexact)
+            scale  read *0.5
+            scale  written *@lambda vector
+            writes @o:0+@c
+          block h.1 mlp post scale=2.0
+            post   layer(eps=4e-06) -> @head:1
+            reads  @up:1
+            writes @down:0
+
+    After::
+
+        stream toy width=8
+          block h.0 attention pre
+            in     layer(eps=1e-05 gamma=@g beta=@b) -> @q:1(inexact)
+            writes @o:0+@c
+          block h.1 mlp post
+            post   layer(eps=1e-06) -> @head:1
+            reads  @up:1
+            writes @down:0
+
+    Refuses a factor whose neighbours are shared (LN102), out of sight (LN104), or that is computed (LN105), one per
+    channel before a norm (LN125), and factors of the trunk that something else would see, that are not positive, or
+    that would take its size out of 1e-2 to 1e2 (LN126).
+
+    Source: Xiong et al. DeepNorm (arXiv 2203.00555), KEEL (2601.19895), LayerNorm Scaling (2502.05795), LayerScale
+    (2103.17239); the eps terms are derived.
+    """
+
+    name: ClassVar[str] = "absorb-scales"
+    exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
+    needs_data: ClassVar[bool] = False
+
+    def propose(self, stream: Stream, context: Context) -> Proposal:
+        """Propose an edit for each block with factors, and for each norm that reads a trunk whose size changes."""
+        absorber = _Absorber(stream, context)
+        edits = absorber.edits()
+        refusals = tuple(absorber.refusals)
+        return proposal(stream, edits, "no factor stands beside it", refusals=refusals, vectors=absorber.vectors)
+
+
+@dataclass
+class _Absorber:
+    """Walk a stream with `size`: the stream is `size` times what it becomes."""
+
+    stream: Stream
+    context: Any
+    size: float = 1.0
+    vectors: Vectors = field(default_factory=Vectors)
+    refusals: list[Refusal] = field(default_factory=list)
+    found: dict[str, list[Operation]] = field(default_factory=dict)
+
+    def edits(self) -> list[Edit]:
+        """Return the edits; with the trunk's factors where all of them can go, else with each block's own."""
+        scaled = [b for b in self.stream.blocks if b.scale != 1 or b.scaled("trunk")]
+        if scaled and self.stream.width:
+            try:
+                self.walk(trunk=True)
+                return self.collected()
+            except Closed as closed:
+                self.refusals, self.found, self.size = [closed.refusal(b.name) for b in scaled], {}, 1.0
+        self.walk(trunk=False)
+        return self.collected()
+
+    def collected(self) -> list[Edit]:
+        return [Edit(target, tuple(operations)) for target, operations in self.found.items() if operations]
+
+    def walk(self, trunk: bool) -> None:
+        """Collect operations. With `trunk`, raise Closed where one of them cannot be had."""
+        refused = {r.site for r in self.refusals}
+        if trunk and (seen := (*self.stream.taps, *self.stream.exits)):
+            raise Closed("LN126", f"{seen[0]} sees the size of the stream", "leave the factors of the trunk")
+        for group in sums(self.stream):
+            after = self.size * (_positive(group[0].scale, group[0]) if trunk else 1.0)
+            for block in group:
+                self.found.setdefault(block.name, [])
+                try:
+                    self.found[block.name] += [*self.entered(block), *self.left(block, after)]
+                except Closed as closed:
+                    if trunk and (self.size != 1 or after != 1):
+                        raise
+                    if block.scales and block.name not in refused:
+                        self.refusals.append(closed.refusal(block.name))
+            if trunk:
+                self.summed(group, after)
+        if self.size != 1:
+            self.finish()
+
+    def entered(self, block: Block) -> list[Operation]:
+        """Let a branch read what it read: the size goes into eps, factors behind the norm into its gain."""
+        norms = [s for s in block.sites if s.where is Where.IN]
+        scales = block.scaled("read")
+        operations: list[Operation] = [DropScale(s) for s in scales]
+        by = self.product(scales)
+        bare = "raw" in block.opaque or (not norms and "read" in block.opaque)
+        if self.size != 1 and bare:
+            raise Closed("LN126", f"{block.name} reads the bare stream", "leave the factors of the trunk")
+        behind = norms[0] if scales and (norms[0].norm.gamma or norms[0].norm.beta) else None
+        for site in norms:
+            operations += self.renormed(block, site, self.size, by if site is behind else 1.0)
+        if behind is None and (scales or (not norms and self.size != 1)):
+            value = self.value(by * (1.0 if norms else self.size))
+            operations += [FoldReader(r, value) for r in self.free(block.readers, block, "read")]
+        return operations
+
+    def left(self, block: Block, size: float) -> list[Operation]:
+        """Let a branch write 1 / size times what it wrote, without factors of its own."""
+        inner, outer = block.scaled("written"), block.scaled("branch")
+        operations: list[Operation] = [DropScale(s) for s in (*inner, *outer)]
+        before, after = self.product(inner), self.product(outer) / size
+        if site := block.at(Where.OUT):
+            if np.ndim(before) or before == 0:
+                raise Closed("LN125", f"one factor per channel stands before {site_name(block, site)}", "leave it")
+            if "ends in" in block.opaque and (size != 1 or outer):
+                raise Closed("LN104", f"{block.name} does not end in its out norm", "leave its factors")
+            return operations + self.renormed(block, site, before, after)
+        by = before * after
+        if inner or size != 1:
+            operations += [ScaleWriter(w, self.value(by)) for w in self.free(block.writers, block, "written")]
+        return operations
+
+    def summed(self, group: list[Block], size: float) -> None:
+        """Take the trunk's own factors along, through the norm after the sum where there is one."""
+        first, last = group[0], group[-1]
+        if first.scale != 1:
+            self.found[first.name].append(DropScale(None))
+        for block in group:
+            for site in (s for s in block.sites if s.where is Where.POST):
+                self.found[block.name] += self.renormed(block, site, size, 1.0)
+        self.size = 1.0 if first.at(Where.POST) else size
+        for scale in last.scaled("trunk"):
+            by = self.product((scale,))
+            self.size *= _positive(by if not np.ndim(by) else float("nan"), last)
+            self.found[last.name].append(DropScale(scale))
+        if self.size != 1 and any("carried" in b.opaque for b in group):
+            raise Closed("LN126", f"behind {last.name} the stream passes an activation", "leave the trunk's factors")
+        if not RANGE[0] < self.size < RANGE[1]:
+            raise Closed("LN126", f"behind {last.name} the stream would have {self.size:.1e} of its size", "leave it")
+
+    def finish(self) -> None:
+        """Let the end of the stream give what it gave."""
+        target = f"{self.stream.name}.final"
+        if not (self.stream.final or self.stream.readers):
+            raise Closed("LN126", "what reads the last state sees its size", "leave the factors of the trunk")
+        if self.stream.final:
+            self.found[target] = self.renormed(None, self.stream.final, self.size, 1.0)
+        heads = self.free(self.stream.readers, None, "read") if self.stream.readers else ()
+        self.found.setdefault(target, []).extend(FoldReader(r, Number(self.size)) for r in heads)
+
+    def renormed(self, block: Block | None, site: Site, size: float, by: Any) -> list[Operation]:
+        """Let a norm read 1 / size of what it read and give `by` times what it gave: eps / size^2, gain and bias."""
+        norm, who = site.norm, site_name(block, site) if block else "the final norm"
+        plain = not np.ndim(by) and by == 1
+        if size == 1 and plain:
+            return []
+        if norm.kind not in (Kind.LAYER, Kind.RMS) or norm.over:
+            what = "a norm of a norm" if norm.over else f"a {norm.kind} norm"
+            raise Closed("LN111", f"{who} is {what}", "run merge-norms first" if norm.over else "leave the factors")
+        if norm.computed and not (plain and size > 0):
+            raise Closed("LN105", f"the gain of {who} is computed", "store the gain as a parameter")
+        gamma = beta = None
+        if not plain or size < 0:
+            values = self.context.values
+            gain = values(norm.gamma).reshape(-1) + norm.plus_one if norm.gamma else np.ones(self.stream.width)
+            gamma = self.vectors.add(gain * by * np.sign(size))
+            beta = self.vectors.add(values(norm.beta).reshape(-1) * by) if norm.beta else None
+        index = block.index(site) if block else 0
+        return [SetNorm(site.where, replace(norm, eps=norm.eps / size**2), gamma, beta, index)]
+
+    def free(self, linears: tuple[Linear, ...], block: Block | None, word: str) -> tuple[Linear, ...]:
+        """Return the linears. Raises Closed where they are not all that reads, or writes, or have other uses."""
+        who = block.name if block else "the head"
+        if not linears or (block and f"{word} by" in block.opaque):
+            raise Closed("LN104", f"{who} is {word} by what is no plain linear map", "leave the factors beside it")
+        if shared := [w.param for w in linears if w.shared]:
+            raise Closed("LN102", f"{shared[0]} is used elsewhere too", "untie it first")
+        return linears
+
+    def product(self, scales: tuple[Scale, ...]) -> Any:
+        """Return the product of factors: a number, or a vector [width]."""
+        total: Any = 1.0
+        for scale in scales:
+            if scale.computed:
+                raise Closed("LN105", f"the factor {scale.by} is computed", "store it as a parameter")
+            by: Any = self.context.values(scale.by).reshape(-1) if isinstance(scale.by, str) else scale.by
+            by = by if np.ndim(by) == 0 or scale.vector else float(by[0])
+            total = total / by if scale.inverse else total * by
+        return total
+
+    def value(self, by: Any) -> Value:
+        return self.vectors.add(np.asarray(by, dtype=np.float64)) if np.ndim(by) else Number(float(by))
+
+
+def _positive(scale: float, block: Block) -> float:
+    if not scale > 0:
+        raise Closed("LN126", f"behind {block.name} the stream has factors that are no positive number", "leave them")
+    return scale

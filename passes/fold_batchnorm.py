@@ -1,0 +1,103 @@
+"""Fold batch norms into the linear maps beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from lnrewrite.basis import proposal
+from lnrewrite.plan import Edit, Exactness, FoldReader, Operation, Proposal, Refusal, ScaleWriter, SetNorm, Vectors
+from lnrewrite.stream import Block, Kind, Norm, Site, Stream, Where
+
+if TYPE_CHECKING:
+    from lnrewrite.pipeline import Context
+
+
+@dataclass(frozen=True)
+class FoldBatchnorm:
+    """Fold a batch norm with stored statistics into the linear or convolution before it or, failing that, behind it.
+
+    At inference it is one affine map per channel, y = a x + s with a = gamma / sqrt(variance + eps), s = beta - a mean:
+
+        a (W h + c) + s  =  (diag(a) W) h + (a c + s)               before it
+        W (a x + s) + c  =  (W diag(a)) x + (c + W s)               behind it
+
+    Before::
+
+        stream toy width=8
+          block h.0 conv none
+            inner  batch(eps=1e-05 gamma=@g beta=@b mean=@m variance=@v) width=6 <- @conv:0+@bias
+            reads  @up:1
+            writes @down:0
+
+    After::
+
+        stream toy width=8
+          block h.0 conv none
+            reads  @up:1
+            writes @down:0
+
+    Refuses one whose neighbours are shared (LN102), are no linear maps or have other readers (LN104), or have no place
+    for the shift, as a padded convolution behind it (LN103). Statistics of the batch itself are no constants (LN111).
+
+    Source: the usual folding of batch norm; RepBN of SLAB (arXiv 2405.11582) for linears.
+    """
+
+    name: ClassVar[str] = "fold-batchnorm"
+    exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
+    needs_data: ClassVar[bool] = False
+    everywhere: ClassVar[bool] = True
+
+    def propose(self, stream: Stream, context: Context) -> Proposal:
+        """Propose one edit for each batch norm."""
+        edits, refusals, vectors = list[Edit](), list[Refusal](), Vectors()
+        for name, block, site in stream.located():
+            if site.norm.kind is not Kind.BATCH:
+                continue
+            if not (site.norm.mean and site.norm.variance) or site.norm.computed or site.norm.over:
+                why = "its statistics are not stored"
+                refusals.append(Refusal("LN111", name, why, "capture the model in eval mode"))
+                continue
+            ways = list(_ways(site, block, stream, _affine(site.norm, context, vectors)))
+            if isinstance(ways[0], Refusal):
+                refusals.append(Refusal(ways[0].code, name, ways[0].why, ways[0].remedy))
+            else:
+                gone = SetNorm(site.where, None, index=block.index(site) if block else 0)
+                edits.append(Edit(block.name if block else name, (*ways[0], gone)))
+        return proposal(stream, edits, "it is no batch norm", refusals=tuple(refusals), vectors=vectors)
+
+
+def _affine(norm: Norm, context: Context, vectors: Vectors) -> tuple[Any, Any]:
+    """Return pointers to a and s."""
+    mean, variance = context.values(str(norm.mean)).reshape(-1), context.values(str(norm.variance)).reshape(-1)
+    gain = context.values(norm.gamma).reshape(-1) + norm.plus_one if norm.gamma else np.ones(len(mean))
+    a = gain / np.sqrt(variance + norm.eps)
+    return vectors.add(a), vectors.add((context.values(norm.beta).reshape(-1) if norm.beta else 0.0) - a * mean)
+
+
+def _ways(
+    site: Site, block: Block | None, stream: Stream, by: tuple[Any, Any]
+) -> Iterator[tuple[Operation, ...] | Refusal]:
+    """Yield the operations of the first way that is open, else what closes the last."""
+    a, s = by
+    writers = _writers(site, block, stream)
+    if writers and not any(w.shared for w in writers) and writers[0].exact:
+        yield (ScaleWriter(writers[0], a, s), *(ScaleWriter(w, a) for w in writers[1:]))
+    if site.readers and not site.taps:
+        if shared := [r.param for r in site.readers if r.shared]:
+            yield Refusal("LN102", "", f"{shared[0]} is used elsewhere too", "untie it first")
+        if bad := [r.param for r in site.readers if not r.exact]:
+            yield Refusal("LN103", "", f"{bad[0]} has no place for a shift", "leave this norm")
+        yield tuple(FoldReader(r, a, s) for r in site.readers)
+    yield Refusal("LN104", "", "no linear map stands alone before or behind it", "leave this norm")
+
+
+def _writers(site: Site, block: Block | None, stream: Stream) -> tuple[Any, ...]:
+    if site.where is Where.EMBEDDING:
+        return () if stream.opaque else stream.sources
+    if site.where is Where.OUT and block and "written by" not in block.opaque and not block.scaled("written"):
+        return block.writers
+    return site.writers

@@ -1,0 +1,72 @@
+"""Normalise an embedding table once, in place of every row that is looked up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lnrewrite.basis import proposal
+from lnrewrite.plan import Edit, Exactness, Normalise, Proposal, Refusal, SetNorm
+from lnrewrite.stream import Kind, Site, Stream, Where
+
+if TYPE_CHECKING:
+    from lnrewrite.pipeline import Context
+
+
+@dataclass(frozen=True)
+class FoldEmbeddingNorm:
+    """Replace a table by its normalised rows, where the embedding norm reads nothing but what is looked up in it.
+
+    A norm works row by row, and a lookup picks rows:
+
+        N(E[token])  =  N(E)[token]
+
+    Before::
+
+        stream toy width=8
+          source @wte:1(table)
+          embedding layer(eps=1e-05 gamma=@g beta=@b)
+          block h.0 attention pre
+            in     layer(eps=1e-05) -> @q:1
+            writes @o:0
+
+    After::
+
+        stream toy width=8
+          source @wte:1(table)
+          block h.0 attention pre
+            in     layer(eps=1e-05) -> @q:1
+            writes @o:0
+
+    Refuses a table with other uses, such as the head (LN102), a sum of tables or a scaled one (LN127), and norms other
+    than layer and rms (LN111).
+
+    Source: derived; the embedding norm of Peri-LN (arXiv 2502.02732) and BLOOM (2211.05100).
+    """
+
+    name: ClassVar[str] = "fold-embedding-norm"
+    exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
+    needs_data: ClassVar[bool] = False
+
+    def propose(self, stream: Stream, context: Context) -> Proposal:
+        """Propose one edit for the embedding norm."""
+        site, name = stream.embedding, f"{stream.name}.embedding"
+        if site is None:
+            return proposal(stream, (), "it is no embedding norm")
+        if refusal := _refusal(stream, site, name):
+            return proposal(stream, (), "it is no embedding norm", refusals=(refusal,))
+        edit = Edit(name, (Normalise(stream.sources[0], site.norm), SetNorm(Where.EMBEDDING, None)))
+        return proposal(stream, (edit,), "it is no embedding norm")
+
+
+def _refusal(stream: Stream, site: Site, name: str) -> Refusal | None:
+    """Say what stands in the way, if anything."""
+    tables = stream.sources
+    if site.norm.kind not in (Kind.LAYER, Kind.RMS) or site.norm.over or site.norm.computed:
+        return Refusal("LN111", name, f"it is a {site.norm.kind} norm of a form that is not folded", "leave it")
+    if stream.opaque or len(tables) != 1 or not tables[0].table or not tables[0].exact:
+        what = stream.opaque or ("a scaled table" if len(tables) == 1 else f"a sum of {len(tables)} sources")
+        return Refusal("LN127", name, f"it reads {what}, not the rows of one table", "leave it")
+    if tables[0].shared:
+        return Refusal("LN102", name, f"{tables[0].param} is used elsewhere too", "untie it first")
+    return None

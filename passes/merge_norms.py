@@ -1,0 +1,105 @@
+"""Make one norm of a norm of a norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import copysign, sqrt
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from lnrewrite.basis import Closed, proposal
+from lnrewrite.plan import Edit, Exactness, Proposal, Refusal, SetNorm, Vectors
+from lnrewrite.stream import Kind, Norm, Stream
+
+if TYPE_CHECKING:
+    from lnrewrite.pipeline import Context
+
+
+@dataclass(frozen=True)
+class MergeNorms:
+    """Merge a norm with the norm that it alone reads: N2(c N1(x)), where c is one number for all channels.
+
+    With r the size that N1 divides by (its RMS or, for layer norm, its standard deviation) and N the kind of N1 (or
+    layer, where N2 is one and both are)
+
+        N2_e2(c N1_e1(x))  =  sign(c) / sqrt(1 + e2/c^2)  N_e(x),    e = e1 e2 / (c^2 + e2)
+
+    so eps is carried and the factor goes into the gain. LayerNorm of RMSNorm is a LayerNorm only as eps goes to 0: with
+    m and v the mean and variance of x it is (x - m) / sqrt(v (1 + e2) + e2 m^2 + e1 e2). `asymptotic=true` allows it:
+    dropping e2 m^2 changes the result by less than e2 m^2 / (2 v) of itself.
+
+    Before::
+
+        stream toy width=8
+          block h.0 mlp pre
+            in     rms(eps=0.5) -> @up:1
+            writes @down:0
+          final  rms(eps=1.0 gamma=@g) over layer(eps=1.0) -> @head:1
+
+    After::
+
+        stream toy width=8
+          block h.0 mlp pre
+            in     rms(eps=0.5) -> @up:1
+            writes @down:0
+          final  layer(eps=0.5 gamma=@g) -> @head:1
+
+    Refuses a gain in between that differs from channel to channel, or a bias (LN128), kinds that do not merge (LN111),
+    and LayerNorm of RMSNorm without `asymptotic=true` (LN129).
+
+    Source: derived; without eps, norms are idempotent.
+    """
+
+    name: ClassVar[str] = "merge-norms"
+    needs_data: ClassVar[bool] = False
+    everywhere: ClassVar[bool] = True
+
+    asymptotic: bool = False
+
+    @property
+    def exactness(self) -> Exactness:
+        """Return asymptotic where that is allowed, else algebraic."""
+        return Exactness.ASYMPTOTIC if self.asymptotic else Exactness.ALGEBRAIC
+
+    def propose(self, stream: Stream, context: Context) -> Proposal:
+        """Propose one edit for each norm of a norm."""
+        edits, refusals, vectors = list[Edit](), list[Refusal](), Vectors()
+        for name, block, site in stream.located():
+            if not site.norm.over:
+                continue
+            try:
+                norm, factor = self._merged(site.norm, site.norm.over, context)
+            except Closed as closed:
+                refusals.append(closed.refusal(name))
+                continue
+            target, index = (block.name, block.index(site)) if block else (name, 0)
+            gamma = _gain(norm, factor, site.width or stream.width, context)
+            note = "" if norm.kind is site.norm.over.kind else f"error below {site.norm.eps:.1g} mean^2 / (2 variance)"
+            edits.append(Edit(target, (SetNorm(site.where, norm, vectors.add(gamma), index=index),), note=note))
+        return proposal(stream, edits, "it reads no norm", refusals=tuple(refusals), vectors=vectors)
+
+    def _merged(self, top: Norm, under: Norm, context: Context) -> tuple[Norm, float]:
+        """Return the one norm, and the factor of its gain. Raises Closed where there is none."""
+        kinds = {top.kind, under.kind}
+        if not kinds <= {Kind.LAYER, Kind.RMS} or top.computed or under.over:
+            raise Closed("LN111", f"a {top.kind} norm of a {under.kind} norm does not merge", "leave both")
+        if under.kind is Kind.RMS and top.kind is Kind.LAYER and not self.asymptotic:
+            why = "a LayerNorm of an RMSNorm is one only as eps goes to 0"
+            raise Closed("LN129", why, "take asymptotic=true if the mean is small")
+        c = 1.0
+        if under.gamma is not None:
+            gain: Any = context.values(under.gamma) + under.plus_one if not under.computed else np.array([0.0, 1.0])
+            if not np.all(gain == gain.flat[0]) or gain.flat[0] == 0:
+                raise Closed("LN128", "the gain of the norm below differs from channel to channel", "leave both")
+            c = float(gain.flat[0])
+        if under.beta is not None and np.any(context.values(under.beta)):
+            raise Closed("LN128", "the norm below has a bias", "leave both")
+        eps = under.eps * top.eps / (c * c + top.eps)
+        kind = Kind.LAYER if Kind.LAYER in kinds else Kind.RMS
+        return replace(top, kind=kind, eps=eps, over=None), copysign(1 / sqrt(1 + top.eps / (c * c)), c)
+
+
+def _gain(norm: Norm, factor: float, width: int, context: Context) -> Any:
+    gain = np.ones(width) if norm.gamma is None else context.values(norm.gamma).reshape(-1) + norm.plus_one
+    return gain * factor
