@@ -160,6 +160,11 @@ class OnnxProgram:
         """Compare another program's outputs with this one's on the batches."""
         return drift(self.module(), other.module(), batches, held_out)
 
+    @property
+    def narrow(self) -> bool:
+        """Say whether initializers are stored in float16, so that edits are rounded (the CPU does not run bfloat16)."""
+        return any(v.dtype == ir.DataType.FLOAT16 for v in self.model.graph.initializers.values())
+
     def apply(
         self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
     ) -> tuple[Self, int]:

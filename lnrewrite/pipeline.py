@@ -25,13 +25,20 @@ from .spelling import parse, spell
 from .stream import Block, Network, Stream, site_name
 
 PRESETS = {
-    "exact": "canonicalize,fold-affine",
-    "inference": "fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,canonicalize,fold-affine{final=true},"
-    "layernorm-to-rmsnorm",
-    "quantize": "untie,fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,canonicalize,"
-    "fold-affine{final=true},layernorm-to-rmsnorm,rotate-stream",
-    "fp16": "absorb-scales,rescale-stream{fit=fp16}",
+    "exact": ("the two passes that change least", "canonicalize,fold-affine"),
+    "inference": (
+        "everything exact that makes inference cheaper",
+        "fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,canonicalize,fold-affine{final=true},"
+        "layernorm-to-rmsnorm",
+    ),
+    "quantize": (
+        "outlying channels spread before quantisation",
+        "untie,fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,canonicalize,fold-affine{final=true},"
+        "layernorm-to-rmsnorm,rotate-stream",
+    ),
+    "fp16": ("values that overflow fp16", "absorb-scales,rescale-stream{fit=fp16}"),
 }
+"""What a preset is for, and the pipeline that it stands for."""
 
 LARGE = 0.2
 """The relative error from which a report advises healing."""
@@ -109,6 +116,11 @@ class Model(Protocol):
 
     @property
     def network(self) -> Network: ...
+    @property
+    def narrow(self) -> bool:
+        """Say whether weights are stored in fewer than 32 bits, so that edits are rounded."""
+        ...
+
     def apply(
         self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
     ) -> tuple[Self, int]:
@@ -166,7 +178,7 @@ class Pipeline:
         """Build the pipeline that a preset stands for. Raises UsageError LN001 for an unknown name."""
         if name not in PRESETS:
             diagnostics.unknown("LN001", "preset", name, PRESETS)
-        return cls.parse(PRESETS[name])
+        return cls.parse(PRESETS[name][1])
 
     def __str__(self) -> str:
         return ",".join(map(spell, self.passes))
@@ -192,14 +204,15 @@ class Pipeline:
         say = progress or (lambda message: None)
         feed = _Feed(program, calibrate, seed, data)
         current, done, before = program, list[_Done](), program.network
-        consume = consume and all(item.exactness < Exactness.CALIBRATED for item in self.passes)
+        rounded = program.narrow
+        consume = consume and not rounded and all(item.exactness < Exactness.CALIBRATED for item in self.passes)
         for index, item in enumerate(self.passes):
             say(f"{index + 1}/{len(self.passes)} {spell(item)}")
             current, step = _step(item, current, feed, partial, seed, consume or current is not program)
             done.append(step)
         exactness = max((d.exactness for d in done if d.step.edits), default=Exactness.STRUCTURAL)
         drift = None
-        if exactness >= Exactness.CALIBRATED:
+        if exactness >= Exactness.CALIBRATED or (rounded and current is not program):
             say("measuring the drift")
             drift = feed.drift(program, current)
         return Result(current, self._report(before, current.network, exactness, done, drift, feed))
@@ -223,7 +236,7 @@ class Pipeline:
             refusals=tuple(r for d in done for r in d.refusals),
             not_applicable=tuple(row for d in done for row in d.skipped),
             sites=tuple(row for d in done for row in d.expected),
-            notes=(*_blind(before), *feed.notes(drift)),
+            notes=(*_blind(before), *_rounding(exactness, drift), *feed.notes(drift)),
         )
 
 
@@ -363,7 +376,7 @@ def _step(item: Pass, current: M, feed: _Feed, partial: bool, seed: int, consume
     ask = (current.is_ones, current.is_zeros, current.values)
     context = Context(network, samples, *ask, seed, current.shape, peaks)
     proposals = []
-    rest = (network.rest,) if network.elsewhere and getattr(item, "everywhere", False) else ()
+    rest = (network.rest,) if getattr(item, "everywhere", False) and (network.elsewhere or network.computed) else ()
     for stream in (*network.streams, *rest):
         proposal = item.propose(stream, context)
         _check(text, stream, proposal)
@@ -409,6 +422,13 @@ def _blind(network: Network) -> tuple[str, ...]:
     if network.blocks:
         return ()
     return (f"no residual block was found{''.join(f'; {reason}' for reason in network.refusals[:3])}",)
+
+
+def _rounding(exactness: Exactness, drift: dict[str, Any] | None) -> tuple[str, ...]:
+    """Say what the drift of an exact pipeline is: the rounding of what it stored."""
+    if drift is None or exactness >= Exactness.CALIBRATED:
+        return ()
+    return ("the edits are exact; the drift is the rounding of weights that are stored in half precision",)
 
 
 def _check(text: str, stream: Stream, proposal: Proposal) -> None:

@@ -166,7 +166,14 @@ class Untie:
     linear: Linear
 
 
-Operation = SetNorm | FoldReader | ScaleWriter | Affine | DropScale | Normalise | Untie
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Store what a node computes from parameters as a parameter of its own."""
+
+    node: str
+
+
+Operation = SetNorm | FoldReader | ScaleWriter | Affine | DropScale | Normalise | Untie | Freeze
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,11 @@ class Program:
         """Compare another program's outputs with this one's on the batches."""
         return drift(self.module(), other.module(), batches, held_out)
 
+    @property
+    def narrow(self) -> bool:
+        """Say whether parameters are stored in fewer than 32 bits, so that edits are rounded."""
+        return any(p.dtype in (torch.float16, torch.bfloat16) for p in self._capture.module.parameters())
+
     def apply(
         self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
     ) -> tuple[Self, int]:

@@ -17,6 +17,7 @@ from .plan import (
     Centre,
     DropScale,
     FoldReader,
+    Freeze,
     Gain,
     Normalise,
     Number,
@@ -102,6 +103,8 @@ def _operate(machine: Machine, target: str, operation: Operation, resolve: Resol
             left = linear.uses - 1
             stream = _linears(stream, lambda r: replace(r, uses=left) if r.param == linear.param else r)
             return replace(machine, stream=stream, params={**machine.params, name: machine.params[linear.param]})
+        case Freeze():  # the machine has no computed weights
+            return machine
         case _:
             assert_never(operation)
 

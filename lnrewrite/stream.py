@@ -288,11 +288,15 @@ def sums(stream: Stream) -> list[list[Block]]:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Hold all that was seen in one model: its streams, norms that are on no stream, and what was not understood."""
+    """Hold all that was seen in one model: its streams, norms that are on no stream, and what was not understood.
+
+    `computed` names the nodes that compute a linear map's weight from parameters (weight standardisation).
+    """
 
     streams: tuple[Stream, ...] = ()
     elsewhere: tuple[Site, ...] = ()
     refusals: tuple[object, ...] = ()
+    computed: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def blocks(self) -> tuple[Block, ...]:

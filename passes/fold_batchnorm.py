@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lnrewrite.basis import proposal
-from lnrewrite.plan import Edit, Exactness, FoldReader, Operation, Proposal, Refusal, ScaleWriter, SetNorm, Vectors
+from lnrewrite.plan import (
+    Edit,
+    Exactness,
+    FoldReader,
+    Freeze,
+    Operation,
+    Proposal,
+    Refusal,
+    ScaleWriter,
+    SetNorm,
+    Vectors,
+)
 from lnrewrite.stream import Block, Kind, Norm, Site, Stream, Where
 
 if TYPE_CHECKING:
@@ -24,6 +35,9 @@ class FoldBatchnorm:
 
         a (W h + c) + s  =  (diag(a) W) h + (a c + s)               before it
         W (a x + s) + c  =  (W diag(a)) x + (c + W s)               behind it
+
+    A weight that is computed from parameters (weight standardisation, sigma-reparametrisation) is constant then too: it
+    is computed once, in float64, and stored. Linears that were out of sight before are seen by the next pass.
 
     Before::
 
@@ -43,7 +57,7 @@ class FoldBatchnorm:
     Refuses one whose neighbours are shared (LN102), are no linear maps or have other readers (LN104), or have no place
     for the shift, as a padded convolution behind it (LN103). Statistics of the batch itself are no constants (LN111).
 
-    Source: the usual folding of batch norm; RepBN of SLAB (arXiv 2405.11582) for linears.
+    Source: the usual folding of batch norm; weight standardisation (arXiv 1903.10520), sigma-reparam (2303.06296).
     """
 
     name: ClassVar[str] = "fold-batchnorm"
@@ -67,6 +81,9 @@ class FoldBatchnorm:
             else:
                 gone = SetNorm(site.where, None, index=block.index(site) if block else 0)
                 edits.append(Edit(block.name if block else name, (*ways[0], gone)))
+        if not stream.width and context.network.computed:
+            weights = tuple(Freeze(node) for node in context.network.computed)
+            edits.append(Edit(stream.blocks[0].name, weights, note=f"{len(weights)} computed weights stored"))
         return proposal(stream, edits, "it is no batch norm", refusals=tuple(refusals), vectors=vectors)
 
 

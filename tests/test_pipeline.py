@@ -216,6 +216,8 @@ class Machine:
     network: Network
     log: list[str]
 
+    narrow = False
+
     def apply(
         self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
     ) -> tuple[Machine, int]:

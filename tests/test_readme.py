@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 
 from lnrewrite.cli import main
 from lnrewrite.diagnostics import CATALOGUE
+from lnrewrite.pipeline import PRESETS
 
 README = Path(__file__).parent.parent / "README.md"
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
@@ -29,16 +31,23 @@ def pass_table() -> str:
     return "\n".join(lines)
 
 
+def preset_table() -> str:
+    """Return the table of the presets in Markdown."""
+    rows = [f"| `{name}` | {purpose} | `{steps}` |" for name, (purpose, steps) in PRESETS.items()]
+    return "\n".join(["| preset | for | stands for |", "|---|---|---|", *rows])
+
+
 def between(marker: str) -> str:
     (found,) = re.findall(rf"^<!-- {marker} -->\n(.*?)^<!-- /{marker} -->$", README.read_text(), re.M | re.S)
     return str(found).strip()
 
 
-def test_the_pass_table_is_generated(update_goldens: bool) -> None:
+@pytest.mark.parametrize(("marker", "table"), [("passes", pass_table), ("presets", preset_table)])
+def test_the_tables_are_generated(marker: str, table: Callable[[], str], update_goldens: bool) -> None:
     if update_goldens:
-        old, new = f"<!-- passes -->\n{between('passes')}", f"<!-- passes -->\n{pass_table()}"
+        old, new = f"<!-- {marker} -->\n{between(marker)}", f"<!-- {marker} -->\n{table()}"
         README.write_text(README.read_text().replace(old.rstrip() + "\n", new + "\n"))
-    assert between("passes") == pass_table()
+    assert between(marker) == table()
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))

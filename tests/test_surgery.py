@@ -188,9 +188,7 @@ def operate(
     wanted = [Edit(target, tuple(operations)) for target, operations in edits(stream, vectors)]
     copy = model.clone()
     surgery = Surgery(OnnxEditor(copy, view), view, vectors)
-    for edit in wanted:
-        surgery.apply(stream, edit, "test")
-    surgery.finish()
+    surgery.carry_out([(stream, Proposal(tuple(wanted)))], "test")
     return copy, stream
 
 

@@ -119,9 +119,18 @@ class FxEditor:
             return False
         return True
 
+    def parameter(self, param: str, at: fx.Node) -> fx.Node:
+        """Return a node that gets a parameter, right behind `at`."""
+        with self.after(at):
+            node = self.vector(param)
+        assert node is not None
+        return node
+
     def read(self, param: str) -> Floats:
         """Return a parameter's present values."""
-        return _numpy(self.module.get_parameter(param))
+        path, _, leaf = param.rpartition(".")
+        tensor: torch.Tensor = getattr(self.module.get_submodule(path), leaf)  # a buffer too: stored statistics
+        return _numpy(tensor)
 
     def rows(self, param: str, axis: int) -> Iterator[Floats]:
         """Yield a parameter's present values [..., size of axis]."""

@@ -139,6 +139,10 @@ class OnnxEditor:
         """Say whether there is an initializer of that name."""
         return param in self.graph.initializers
 
+    def parameter(self, param: str, at: ir.Value) -> ir.Value:
+        """Return an initializer's value."""
+        return self.graph.initializers[param]
+
     def read(self, param: str) -> Floats:
         """Return an initializer's present values."""
         return self.tensor(param).numpy().astype(np.float64)

@@ -104,7 +104,8 @@ def _gain(call: Call) -> ir.Value | None:
 
 def _statistics(kind: str) -> Callable[[Call], Normalised]:
     def rule(call: Call) -> Normalised:
-        return kind, (call.at(0), call.at(1), call.at(2)), {"eps": call.attr("epsilon", 1e-5)}
+        stored = (call.at(3), call.at(4)) if kind == "batch_norm" else ()
+        return kind, (call.at(0), call.at(1), call.at(2), *stored), {"eps": call.attr("epsilon", 1e-5)}
 
     return rule
 

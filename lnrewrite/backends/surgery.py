@@ -9,6 +9,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from ..detect.arithmetic import constant, run
 from ..diagnostics import LnrewriteError
 from ..opgraph import OpGraph
 from ..plan import (
@@ -18,6 +19,7 @@ from ..plan import (
     DropScale,
     Edit,
     FoldReader,
+    Freeze,
     Gain,
     Normalise,
     Number,
@@ -101,6 +103,9 @@ class Editor(Protocol[Handle]):
     def create(self, name: str, values: Floats, like: Handle) -> str:
         """Make a parameter, under that name or, where it is taken, one like it; return the name."""
 
+    def parameter(self, param: str, at: Handle) -> Handle:
+        """Return the value of a parameter, to be read behind `at`."""
+
     def finish(self) -> None:
         """Drop what no longer has a use: nodes, and parameters that only they read."""
 
@@ -137,7 +142,8 @@ class Surgery(Generic[Handle]):
             names = [value.param for value in values if isinstance(value, Gain)]
             if isinstance(operation, Normalise):
                 names += [name for name in (operation.norm.gamma, operation.norm.beta) if name]
-            self.gains |= {name: self.editor.read(name) for name in names if name not in self.gains}
+            new = [name for name in names if name not in self.gains and self.editor.has(name)]
+            self.gains |= {name: self.editor.read(name) for name in new}
 
     def apply(self, stream: Stream, edit: Edit, label: str) -> None:
         """Carry out one edit of one stream; `label` is stamped on every node that it makes."""
@@ -163,6 +169,8 @@ class Surgery(Generic[Handle]):
                 case Untie():
                     linear = operation.linear
                     self.editor.untie(self.editor.value(linear.node), linear.param, f"{linear.param}_untied")
+                case Freeze():
+                    self.freeze(operation)
                 case Affine() | DropScale():
                     self.fail("there is no block of that name")
                 case _:
@@ -308,6 +316,15 @@ class Surgery(Generic[Handle]):
         old, new = self.stand(name), self.stand(source)
         self.redirect(self.editor.readers(old), new)
         self.supersede(name, old, new)
+
+    def freeze(self, op: Freeze) -> None:
+        """Run what computes a weight, in float64, and let its readers read the result."""
+        ops, params = constant(self.view, op.node) or self.fail(f"{op.node} cannot be computed here")
+        values = {name: self.editor.read(str(self.view[name].attrs["param"])) for name in params}
+        first = str(self.view[params[0]].attrs["param"])
+        old = self.editor.value(op.node)
+        new = self.editor.parameter(self.create(f"{first}_frozen", run(ops, values, op.node), old), old)
+        self.redirect(self.editor.readers(old), new)
 
     def normalise(self, op: Normalise) -> None:
         """E <- gamma * norm(E) + beta, row by row."""

@@ -68,7 +68,8 @@ RUN: dict[str, Callable[..., Any]] = {
     "clamp_min": lambda op, a, b: np.maximum(a, b), "maximum": lambda op, a, b: np.maximum(a, b),
     "cast": lambda op, a: a, "expand": lambda op, a: a, "mean": _mean, "sum": _sum, "var": _var,
     "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,
-    "sum_square": _sum_square, "reshape": _reshape,
+    "sum_square": _sum_square, "reshape": _reshape, "matmul": lambda op, a, b: a @ b, "mm": lambda op, a, b: a @ b,
+    "mv": lambda op, a, b: a @ b, "dot": lambda op, a, b: a @ b, "vdot": lambda op, a, b: a @ b,
 }  # fmt: skip
 
 
@@ -91,6 +92,26 @@ def closure(graph: OpGraph, start: str, end: str, limit: int = 40) -> list[Op] |
 def constants(graph: OpGraph, ops: Iterable[Op]) -> list[str]:
     """Return the constant nodes that `ops` read directly."""
     return list(dict.fromkeys(n for op in ops for n in op.data if n in graph.constant))
+
+
+def constant(graph: OpGraph, name: str) -> tuple[list[Op], list[str]] | None:
+    """Return the ops, in order, that compute a constant value from parameters, and those parameters' nodes.
+
+    None where one of the ops has no rule here, or a parameter is stored as anything but plain floating point.
+    """
+    seen: set[str] = set()
+    todo = [name]
+    while todo:
+        value = todo.pop()
+        op = graph[value]
+        plain = op.kind == "param" and op.dtype in {"float64", "float32", "float16", "bfloat16"}
+        if not plain and (op.kind not in RUN or not op.data):
+            return None
+        if value not in seen:
+            seen.add(value)
+            todo += op.data
+    ordered = [graph[n] for n in sorted(seen, key=graph.index.__getitem__)]
+    return [o for o in ordered if o.kind != "param"], [o.name for o in ordered if o.kind == "param"]
 
 
 def run(ops: Iterable[Op], values: Mapping[str, Array], end: str) -> Array:

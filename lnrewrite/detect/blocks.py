@@ -14,7 +14,7 @@ from ..opgraph import CASTS, SHAPE, OpGraph
 from ..stream import Anchor, Arm, Block, Kind, Linear, Network, Scale, Site, Stream, Where
 from . import scales as scales_
 from .arms import find_arms
-from .edges import Edge, readers, writers
+from .edges import Edge, computed, readers, writers
 from .joins import WEIGHTED, Join, find_joins, nearest_miss, scaled
 from .naming import common, name_blocks, stream_name
 from .norms import Found, find_norms, stacked
@@ -65,7 +65,8 @@ class _Detector:
         elsewhere = tuple(
             self.site(Where.INNER, found, None) for out, found in self.norms.items() if out not in self.used
         )
-        return Network(streams, elsewhere, tuple(self.refusals))
+        weights = tuple(dict.fromkeys(computed(self.graph)))
+        return Network(streams, elsewhere, tuple(self.refusals), weights)
 
     def chains(self) -> list[list[tuple[Join, Link]]]:
         """Group joins into streams, in execution order."""

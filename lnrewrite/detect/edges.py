@@ -9,6 +9,7 @@ from typing import Any
 
 from ..opgraph import CASTS, SHAPE, Op, Operand, OpGraph
 from ..stream import Linear
+from .arithmetic import constant
 
 PRODUCTS = frozenset({"matmul", "mm", "bmm"})
 PASS = CASTS | {"dropout"}
@@ -86,6 +87,16 @@ def parameter(graph: OpGraph, name: Operand, axis: int) -> tuple[str, int, bool]
         else:
             return None
     return None
+
+
+def computed(graph: OpGraph) -> Iterator[str]:
+    """Yield the weights of linear maps that are computed from parameters by rules that can be run here."""
+    for op in graph:
+        if op.kind in PRODUCTS | {"linear", "conv"} and len(op.inputs) > 1:
+            name = op.inputs[1]
+            held = isinstance(name, str) and name in graph.constant and parameter(graph, name, -1) is None
+            if isinstance(name, str) and held and constant(graph, name) is not None:
+                yield name
 
 
 def _bias(graph: OpGraph, name: Operand) -> str | None:

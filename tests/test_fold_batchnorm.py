@@ -1,0 +1,134 @@
+"""Batch norms and computed weights on real graphs: convolutions of every sort, before, behind, and in ONNX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lnrewrite as lnr
+from nets import randomise
+
+WIDTH = 8
+
+
+class Convolutions(nn.Module):
+    """Put batch norms behind plain and grouped convolutions, before a linear, and where nothing can take one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH)
+        self.wide, self.wide_norm = nn.Conv2d(WIDTH, 16, 1), nn.BatchNorm2d(16)
+        self.deep, self.deep_norm = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16, eps=1e-3)
+        self.back, self.back_norm = nn.Conv2d(16, WIDTH, 1, bias=False), nn.BatchNorm2d(WIDTH)
+        self.last, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
+        self.alone = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.relu(self.norm(self.stem(x)))
+        h = F.relu(self.wide_norm(self.wide(x)))
+        x = x + self.back_norm(self.back(F.relu(self.deep_norm(self.deep(h)))))
+        pooled = F.relu(x.mean((2, 3)))
+        return self.head(self.last(pooled)), torch.tanh(self.alone(pooled))
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, w / (w.var((1, 2, 3), keepdim=True) + 1e-5).sqrt(), self.bias, padding=1)
+
+
+class Sigma(nn.Module):
+    """Divide a weight by its estimated spectral norm, as sigma-reparam does."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.randn(out, width)), nn.Parameter(torch.ones(1))
+        self.register_buffer("u", torch.randn(out))
+        self.register_buffer("v", torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.gain / torch.dot(self.u, torch.mv(self.weight, self.v)) * self.weight)
+
+
+class Computed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = Standardised(3, WIDTH, 3), nn.LayerNorm(WIDTH)
+        self.up = Sigma(WIDTH, 16)
+        self.down = nn.utils.parametrizations.spectral_norm(nn.Linear(16, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).flatten(2).transpose(1, 2)
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    model = randomise(kind(), 0).eval()
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    return model.double()
+
+
+def worst(a: object, b: object) -> float:
+    pairs = zip(a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,), strict=True)
+    return max(((x - y).abs().max() / x.abs().max()).item() for x, y in pairs)
+
+
+def test_batch_norms_fold_before_or_behind() -> None:
+    model, x = made(Convolutions), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    program = lnr.capture(model, (x,))
+    assert program.inspect()["norms"]["kinds"] == {"batch": 6}
+    result = lnr.Pipeline.parse("fold-batchnorm").run(program, partial=True)
+    assert (result.report.edits, [r.code for r in result.report.refusals]) == (5, ["LN104"])
+    assert result.program.inspect()["norms"]["kinds"] == {"batch": 1}
+    assert worst(model(x), result.program.module()(x)) < 1e-12
+
+
+def test_computed_weights_are_stored() -> None:
+    model, x = made(Computed), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    program = lnr.capture(model, (x,))
+    assert [b["readers"] for b in program.inspect()["streams"][0]["blocks"]] == [[]]
+    result = lnr.Pipeline.parse("fold-batchnorm,fold-affine").run(program)
+    assert [s.edits for s in result.report.steps] == [1, 1]
+    assert worst(model(x), result.program.module()(x)) < 1e-12
+    names = [name for name, _ in result.program.module().named_parameters()]
+    assert len([n for n in names if n.endswith("_frozen")]) == 3 and "up.gain" not in names
+
+
+def test_integers_are_no_weights_to_store() -> None:
+    """A quantised weight is computed from integers: storing the product would undo the quantisation."""
+
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("codes", torch.randint(-8, 8, (WIDTH, WIDTH), dtype=torch.int8))
+            self.scale = nn.Parameter(torch.rand(WIDTH, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.linear(F.layer_norm(x, (WIDTH,)), self.codes.float() * self.scale)
+
+    program = lnr.capture(Quantised().eval(), (torch.randn(2, 5, WIDTH),))
+    assert program.network.computed == ()
+
+
+@pytest.mark.parametrize("opset", [18, 23])
+def test_batch_norms_of_an_onnx_file(opset: int, tmp_path: Path) -> None:
+    """torch writes a missing bias as computed zeros, which no shift can be added to: those convolutions keep theirs."""
+    model, x = made(Convolutions).float(), torch.randn(2, 3, 6, 6)
+    for norm, conv in (("norm", "stem"), ("deep_norm", "deep"), ("back_norm", "back")):
+        getattr(model, conv).bias = nn.Parameter(torch.randn(getattr(model, norm).num_features))
+    program = torch.onnx.export(model, (x,), dynamo=True, opset_version=opset, optimize=False)
+    assert program is not None
+    program.save(tmp_path / "m.onnx")
+    onnx = lnr.load(str(tmp_path / "m.onnx"))
+    result = lnr.Pipeline.parse("fold-batchnorm").run(onnx, partial=True)
+    assert result.report.edits == 5
+    result.program.save(tmp_path / "folded.onnx")
+    assert lnr.verify(onnx, lnr.load(str(tmp_path / "folded.onnx")))["max_rel"] < 1e-5
