@@ -21,6 +21,7 @@ from .backends.onnx_inputs import drawn, dynamic_axes, example_inputs, id_limits
 from .backends.onnx_lift import lift
 from .backends.onnx_run import OnnxModule
 from .backends.surgery import Surgery
+from .detect.arithmetic import Unknown, evaluate
 from .detect.blocks import detect
 from .diagnostics import LnrewriteError
 from .inputs import parse_inputs
@@ -119,7 +120,15 @@ class OnnxProgram:
         return bool((self.values(param) == 0).all())
 
     def values(self, param: str) -> Any:
-        """Return an initializer's values as a float64 numpy array."""
+        """Return the values of an initializer, or of a value computed from some, as a float64 numpy array.
+
+        Raises LnrewriteError LN105 where they are computed in a way that cannot be followed.
+        """
+        if param not in self.model.graph.initializers and param in self.graph.constant:
+            try:
+                return evaluate(self.graph, param, self.values)
+            except Unknown as why:
+                raise LnrewriteError("LN105", param, f"{why} has no rule here", "store it as a parameter") from why
         return self._known(param).numpy().astype("float64")
 
     def shape(self, param: str) -> tuple[int, ...]:

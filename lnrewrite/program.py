@@ -21,6 +21,7 @@ from .backends.captured import CapturedModule, with_plain_outputs
 from .backends.fx_editor import FxEditor
 from .backends.lift import lift
 from .backends.surgery import Surgery
+from .detect.arithmetic import Unknown, evaluate
 from .detect.blocks import detect
 from .detect.naming import norm_names
 from .detect.norms import find_norms
@@ -111,7 +112,15 @@ class Program:
         return found if isinstance(found, torch.Tensor) else None
 
     def values(self, param: str) -> Any:
-        """Return a parameter's values as a float64 numpy array."""
+        """Return the values of a parameter, or of a node computed from parameters, as a float64 numpy array.
+
+        Raises LnrewriteError LN105 where a node computes them in a way that cannot be followed.
+        """
+        if self._tensor(param) is None and param in self.graph.constant:
+            try:
+                return evaluate(self.graph, param, self.values)
+            except Unknown as why:
+                raise LnrewriteError("LN105", param, f"{why} has no rule here", "store it as a parameter") from why
         return self._known(param).detach().double().cpu().numpy()
 
     def shape(self, param: str) -> tuple[int, ...]:

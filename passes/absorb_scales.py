@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lnrewrite.basis import Closed, proposal
+from lnrewrite.diagnostics import LnrewriteError
 from lnrewrite.plan import (
     DropScale,
     Edit,
@@ -228,9 +229,10 @@ class _Absorber:
         """Return the product of factors: a number, or a vector [width]."""
         total: Any = 1.0
         for scale in scales:
-            if scale.computed:
-                raise Closed("LN105", f"the factor {scale.by} is computed", "store it as a parameter")
-            by: Any = self.context.values(scale.by).reshape(-1) if isinstance(scale.by, str) else scale.by
+            try:
+                by: Any = self.context.values(scale.by).reshape(-1) if isinstance(scale.by, str) else scale.by
+            except LnrewriteError as error:
+                raise Closed("LN105", f"the factor {scale.by} is computed: {error.why}", error.remedy) from error
             by = by if np.ndim(by) == 0 or scale.vector else float(by[0])
             total = total / by if scale.inverse else total * by
         return total

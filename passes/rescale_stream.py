@@ -85,7 +85,7 @@ class RescaleStream:
 
     def __post_init__(self) -> None:
         if (self.by is None) == (self.fit is None):
-            raise TypeError("give one of by= and fit=")
+            raise ValueError("one of by= and fit= is needed, by=0.5 or fit=fp16")
         if not (self.by is None or (np.isfinite(self.by) and self.by > 0)) or not 0 < self.share <= 1:
             raise ValueError("by must be positive and finite, share between 0 and 1")
 

@@ -25,9 +25,9 @@ class RotateStream:
 
     Q goes into what starts the stream and into every writer, W <- Q W, c <- Q c. Channels far larger than the others,
     which cost a quantiser its range, are spread over a block; each attention head's values are turned too, where the
-    output projection alone reads them. kind=hadamard is a Walsh-Hadamard matrix with random
-    signs, in blocks of the largest power of two that divides the width (or of `block` channels); kind=random draws a
-    dense block. A table tied to the head wants the same on both sides, so that the tie stays.
+    output projection alone reads them. kind=hadamard is a Walsh-Hadamard matrix with random signs, in blocks of the
+    largest power of two that divides the width (or of `block` channels); kind=random draws a dense block. A table tied
+    to the head wants the same on both sides, so that the tie stays.
 
     Before (rotate-stream{seed=1})::
 

@@ -20,7 +20,8 @@ import lnrewrite as lnr
 import nets
 from lnrewrite.backends.onnx_editor import OnnxEditor
 from lnrewrite.backends.onnx_lift import lift
-from lnrewrite.backends.surgery import CHUNK, Surgery, changed
+from lnrewrite.backends.surgery import Surgery
+from lnrewrite.backends.values import CHUNK, changed
 from lnrewrite.detect.blocks import detect
 from lnrewrite.diagnostics import LnrewriteError
 from lnrewrite.plan import Affine, Edit, FoldReader, Gain, Operation, Proposal, ScaleWriter, SetNorm, Vectors
@@ -706,7 +707,7 @@ def test_no_weight_is_loaded_before_it_is_saved_nor_kept_afterwards(tmp_path: Pa
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, None])
 def test_large_weights_change_piece_by_piece(axis: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lnrewrite.backends.surgery.CHUNK", 16)
+    monkeypatch.setattr("lnrewrite.backends.values.CHUNK", 16)
     array = np.random.default_rng(0).normal(size=(5, 4, 3)).astype(np.float32)
     sizes = []
 

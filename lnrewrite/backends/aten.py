@@ -121,7 +121,7 @@ def _slice(args: list[Any], kw: dict[str, Any]) -> Normalised:
 
 
 def _select(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "slice", (args[0],), {"axis": args[1], "drop": True}
+    return "slice", (args[0],), {"axis": args[1], "drop": True, "at": args[2]}
 
 
 def _index(args: list[Any], kw: dict[str, Any]) -> Normalised:

@@ -12,7 +12,8 @@ from torch import fx
 
 from ..stream import Kind, Norm
 from .captured import CapturedModule, register
-from .surgery import CHUNK, Change, Edge, Floats
+from .surgery import Edge
+from .values import CHUNK, Change, Floats
 
 aten = torch.ops.aten
 BIASED = {aten.linear.default, aten.conv1d.default, aten.conv2d.default}

@@ -14,7 +14,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from ..opgraph import OpGraph
 from ..stream import Kind, Norm
 from .onnx_norms import OPERATORS, attributes, constant, ones
-from .surgery import Change, Edge, Floats, changed, pieces
+from .surgery import Edge
+from .values import Change, Floats, changed, pieces
 
 BIASED = {"Gemm", "Conv", "ConvTranspose"}
 """Linear maps that take a bias as their third input."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..detect.arithmetic import constant, run
+from ..detect.arithmetic import evaluate
 from ..diagnostics import LnrewriteError
 from ..opgraph import OpGraph
 from ..plan import (
@@ -30,15 +29,10 @@ from ..plan import (
     Untie,
     Value,
 )
-from ..rotations import rotate
 from ..stream import Block, Kind, Linear, Norm, Site, Stream, Where
+from .values import Change, Floats, centring, multiplying, rotating
 
 Handle = TypeVar("Handle")
-Floats = NDArray[np.float64]
-Change = Callable[[Floats], Floats]
-
-CHUNK = 1 << 22
-"""How many numbers of a parameter are held in float64 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +313,10 @@ class Surgery(Generic[Handle]):
 
     def freeze(self, op: Freeze) -> None:
         """Run what computes a weight, in float64, and let its readers read the result."""
-        ops, params = constant(self.view, op.node) or self.fail(f"{op.node} cannot be computed here")
-        values = {name: self.editor.read(str(self.view[name].attrs["param"])) for name in params}
-        first = str(self.view[params[0]].attrs["param"])
-        old = self.editor.value(op.node)
-        new = self.editor.parameter(self.create(f"{first}_frozen", run(ops, values, op.node), old), old)
-        self.redirect(self.editor.readers(old), new)
+        values, old = evaluate(self.view, op.node, self.editor.read), self.editor.value(op.node)
+        first = next(n for n in self.view.parameters if self.view.reaches(n, op.node))
+        name = self.create(f"{self.view[first].attrs['param']}_frozen", values, old)
+        self.redirect(self.editor.readers(old), self.editor.parameter(name, old))
 
     def normalise(self, op: Normalise) -> None:
         """E <- gamma * norm(E) + beta, row by row."""
@@ -393,36 +385,9 @@ class Surgery(Generic[Handle]):
         """Return what multiplies each row [..., channels] by a value's matrix, or by its transpose."""
         match value:
             case Centre(width):
-                return lambda rows: _runs(rows, width, lambda r: r - r.mean(-1, keepdims=True))
+                return centring(width)
             case Rotation():
-                by = value.transposed if transposed else value
-                return lambda rows: rotate(rows, by)
-        matrix = self.value(value)
-        if matrix.ndim > 1 and min(matrix.shape) > 1:
-            turned = matrix if transposed else matrix.T
-            return lambda rows: _runs(rows, len(turned), lambda r: r @ turned)
-        return lambda rows: _runs(rows, max(matrix.size, 1), lambda r: r * matrix.reshape(-1))
-
-
-def _runs(rows: Floats, width: int, change: Change) -> Floats:
-    """Apply a change to each run of `width` channels of [..., channels]; a width of one means all at once."""
-    return change(rows) if width == 1 else change(rows.reshape(*rows.shape[:-1], -1, width)).reshape(rows.shape)
-
-
-def pieces(array: NDArray[Any], axis: int | None) -> Iterator[NDArray[Any]]:
-    """Yield views [..., size of axis] of at most about `CHUNK` numbers that make up an array; None: one, flat."""
-    if axis is None:
-        yield array.reshape(-1)
-        return
-    rows = np.moveaxis(array, axis, -1) if array.ndim > 1 else array.reshape(1, -1)
-    step = max(1, CHUNK * len(rows) // max(rows.size, 1))
-    for start in range(0, len(rows), step):
-        yield rows[start : start + step]
-
-
-def changed(array: NDArray[Any], axis: int | None, change: Change) -> NDArray[Any]:
-    """Return change(array) computed in float64 piece by piece, in the array's shape and dtype."""
-    result = np.empty(array.shape, array.dtype)
-    for source, target in zip(pieces(array, axis), pieces(result, axis), strict=True):
-        target[...] = change(source.astype(np.float64)).reshape(target.shape)
-    return result
+                return rotating(value.transposed if transposed else value)
+            case _:
+                matrix = self.value(value)
+                return multiplying(matrix.T if transposed and matrix.ndim > 1 else matrix)

@@ -55,6 +55,14 @@ def _reshape(op: Op, x: Any) -> Any:
     return np.reshape(x, shape)
 
 
+def _slice(op: Op, x: Any) -> Any:
+    place: Any = op.attrs.get("at")
+    axis: Any = op.attrs["axis"]
+    if not isinstance(place, int):
+        raise Unknown("a slice of unknown place")
+    return np.take(x, place, axis)
+
+
 def _sum_square(op: Op, x: Any) -> Any:
     return np.sum(x * x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"]))
 
@@ -68,7 +76,8 @@ RUN: dict[str, Callable[..., Any]] = {
     "clamp_min": lambda op, a, b: np.maximum(a, b), "maximum": lambda op, a, b: np.maximum(a, b),
     "cast": lambda op, a: a, "expand": lambda op, a: a, "mean": _mean, "sum": _sum, "var": _var,
     "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,
-    "sum_square": _sum_square, "reshape": _reshape, "matmul": lambda op, a, b: a @ b, "mm": lambda op, a, b: a @ b,
+    "sum_square": _sum_square, "reshape": _reshape, "slice": _slice,
+    "matmul": lambda op, a, b: a @ b, "mm": lambda op, a, b: a @ b,
     "mv": lambda op, a, b: a @ b, "dot": lambda op, a, b: a @ b, "vdot": lambda op, a, b: a @ b,
 }  # fmt: skip
 
@@ -112,6 +121,15 @@ def constant(graph: OpGraph, name: str) -> tuple[list[Op], list[str]] | None:
             todo += op.data
     ordered = [graph[n] for n in sorted(seen, key=graph.index.__getitem__)]
     return [o for o in ordered if o.kind != "param"], [o.name for o in ordered if o.kind == "param"]
+
+
+def evaluate(graph: OpGraph, name: str, read: Callable[[str], Array]) -> Array:
+    """Return a constant value in float64, computed from parameters that `read` gives. Raise Unknown where it cannot."""
+    found = constant(graph, name)
+    if found is None:
+        raise Unknown(name)
+    ops, params = found
+    return run(ops, {n: read(str(graph[n].attrs["param"])) for n in params}, name)
 
 
 def run(ops: Iterable[Op], values: Mapping[str, Array], end: str) -> Array:
