@@ -147,6 +147,9 @@ class _Absorber:
         behind = norms[0] if scales and (norms[0].norm.gamma or norms[0].norm.beta) else None
         for site in norms:
             operations += self.renormed(block, site, self.size, by if site is behind else 1.0)
+        if scales and set(norms[0].readers) - set(block.readers):
+            why = f"{site_name(block, norms[0])} has readers outside of {block.name}"
+            raise Closed("LN101", why, "leave the factor")
         if behind is None and (scales or (not norms and self.size != 1)):
             value = self.value(by * (1.0 if norms else self.size))
             operations += [FoldReader(r, value) for r in self.free(block.readers, block, "read")]

@@ -97,6 +97,9 @@ class _Rotated(Basis):
         if block and "read by" in block.opaque or site.taps or not site.readers:
             said = next(iter(site.taps), "something that is no linear map")
             raise Closed("LN101", f"{who} is read by {said}, which cannot take the rotation back", "leave it as it is")
+        branches = {r for b in self.stream.blocks if site in b.sites for r in b.readers}
+        if block and (others := [r.param for r in site.readers if r not in branches]):
+            raise Closed("LN101", f"{who} is read by {others[0]} too, which is in no branch", "leave it as it is")
         return self.back(block.readers if block else site.readers)
 
     def settled(self) -> tuple[Edit, ...]:

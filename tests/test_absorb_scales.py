@@ -53,3 +53,24 @@ def test_a_stream_that_would_shrink_away_keeps_its_factors() -> None:
     result = lnr.Pipeline.parse("absorb-scales").run(lnr.capture(model, (x,)), partial=True)
     assert {r.code for r in result.report.refusals} == {"LN126"}
     assert result.report.edits == 4  # the branches' own factors go all the same
+
+
+def test_what_reads_a_branch_s_norm_beside_the_branch_keeps_the_stream_as_it_is() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+            self.last, self.head, self.beside = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            n = self.norm(x)
+            x = x + self.down(torch.tanh(self.up(n)))
+            return self.head(self.last(x)), self.beside(n)
+
+    torch.manual_seed(0)
+    model, x = randomise(Beside(), 0).double().eval(), torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    program = lnr.capture(model, (x,))
+    for text in ("fold-affine{final=true},rotate-stream", "rescale-stream{by=0.5}", "absorb-scales"):
+        result = lnr.Pipeline.parse(text).run(program, partial=True)
+        for wanted, found in zip(model(x), result.program.module()(x), strict=True):
+            assert (wanted - found).abs().max() <= 1e-12 * wanted.abs().max(), text

@@ -64,7 +64,8 @@ def _layer_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
 
 def _rms_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
     x, shape, w, eps = (args + [None] * 4)[:4]
-    return "rms_norm", (x, w, None), {"axes": len(shape), "eps": 2**-23 if eps is None else eps}
+    default = 2**-52 if str(x.meta["val"].dtype) == "torch.float64" else 2**-23  # half precision has float32's too
+    return "rms_norm", (x, w, None), {"axes": len(shape), "eps": default if eps is None else eps}
 
 
 def _batch_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
