@@ -114,6 +114,21 @@ def test_outputs_stay_with_options(text: str, machine: Machine) -> None:
     assert_same(machine, apply(machine, item.propose(machine.stream, context(machine))))
 
 
+@pytest.mark.parametrize(
+    "text", ["fold-affine{final=true}", "layernorm-to-rmsnorm", "rotate-stream", "fold-embedding-norm"]
+)
+@given(machine=machines())
+def test_planning_needs_no_weights(text: str, machine: Machine) -> None:
+    """A model on the meta device is planned by its picture alone."""
+
+    def unknown(param: str) -> Any:
+        raise AssertionError(f"{param} was looked at")
+
+    (item,) = Pipeline.parse(text).passes
+    asked = replace(context(machine), values=unknown, is_ones=unknown, is_zeros=unknown)
+    assert item.propose(machine.stream, asked).edits == item.propose(machine.stream, context(machine)).edits
+
+
 @given(machine=machines())
 def test_presets_keep_the_outputs(machine: Machine) -> None:
     """Presets run as with --partial: what a pass refuses, the next one meets as it is."""

@@ -135,6 +135,11 @@ def _index_select(args: list[Any], kw: dict[str, Any]) -> Normalised:
     return "gather", (args[0],), {"axes": (args[1],)}
 
 
+def _repeat_interleave(args: list[Any], kw: dict[str, Any]) -> Normalised:
+    axis = args[2] if len(args) > 2 else kw.get("dim")
+    return ("repeat_interleave", (args[0],), {}) if axis is None else ("gather", (args[0],), {"axes": (axis,)})
+
+
 def _clamp(args: list[Any], kw: dict[str, Any]) -> Normalised:
     low = args[1] if len(args) > 1 else kw.get("min")
     high = args[2] if len(args) > 2 else kw.get("max")
@@ -158,6 +163,7 @@ RULES: dict[str, Rule] = {
     "permute": _permute, "transpose": _transpose, "t": _t, "expand": _first("expand"), "expand_as": _first("expand"),
     "_to_copy": _first("cast"), "to": _first("cast"), "type_as": _first("cast"), "addmm": _addmm,
     "slice": _slice, "narrow": _slice, "select": _select, "index": _index, "index_select": _index_select,
+    "repeat_interleave": _repeat_interleave,
     "clamp": _clamp, "add": _scaled("add"), "sub": _scaled("sub"), "roll": _first("roll"), "flip": _first("flip"),
     "constant_pad_nd": _first("pad"), "pad": _first("pad"), "native_dropout": _first("dropout"),
     "zeros_like": lambda a, k: ("const", (), {}), "ones_like": lambda a, k: ("const", (), {}),
