@@ -21,7 +21,7 @@ from .backends.onnx_inputs import drawn, dynamic_axes, example_inputs, id_limits
 from .backends.onnx_lift import lift
 from .backends.onnx_run import OnnxModule
 from .backends.surgery import Surgery
-from .detect.arithmetic import Unknown, evaluate
+from .detect.arithmetic import Unknown, affine, evaluate
 from .detect.blocks import detect
 from .diagnostics import LnrewriteError
 from .inputs import parse_inputs
@@ -134,6 +134,13 @@ class OnnxProgram:
     def shape(self, param: str) -> tuple[int, ...]:
         """Return an initializer's shape."""
         return tuple(int(d) for d in self._known(param).shape.numpy())
+
+    def affine(self, start: str, end: str) -> tuple[Any, Any]:
+        """Return (a, s), one number per channel each, of a piece of graph that computes a x + s from constants."""
+        try:
+            return affine(self.graph, start, end, self.values)
+        except Unknown as why:
+            raise LnrewriteError("LN105", end, f"{why} has no rule here", "leave it as it is") from why
 
     def _known(self, param: str) -> ir.TensorProtocol:
         found = self.model.graph.initializers.get(param)

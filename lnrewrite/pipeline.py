@@ -90,7 +90,8 @@ class Context:
     """Give a pass what lies beyond its stream; everything is a question, nothing can be changed through it.
 
     `samples()` runs the model on the calibration data, once, and returns block name -> `Samples`; `peaks()` the size of
-    the largest number in each value of the graph, by node. `is_ones(param)` and
+    the largest number in each value of the graph, by node. `affine(start, end)` are a and s, per channel, of a piece of
+    graph that computes a x + s. `is_ones(param)` and
     `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array. `seed` is for a
     pass that draws random numbers.
     """
@@ -102,6 +103,7 @@ class Context:
     values: Callable[[str], Any]
     seed: int = 0
     shape: Callable[[str], tuple[int, ...]] = lambda param: ()
+    affine: Callable[[str, str], tuple[Any, Any]] = lambda start, end: (1.0, 0.0)
     peaks: Callable[[], Mapping[str, float]] = dict
 
     def selected(self, expression: str | None) -> frozenset[str]:
@@ -141,6 +143,7 @@ class Model(Protocol):
     def is_zeros(self, param: str) -> bool: ...
     def values(self, param: str) -> Any: ...
     def shape(self, param: str) -> tuple[int, ...]: ...
+    def affine(self, start: str, end: str) -> tuple[Any, Any]: ...
     def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
         """Compare `other`'s outputs with this model's: the `drift` object of the contract, but for `data`."""
         ...
@@ -325,7 +328,7 @@ def _step(item: Pass, current: M, feed: _Feed, partial: bool, seed: int, consume
     network = current.network
     samples, peaks = _once(item, current.samples, feed), _once(item, current.peaks, feed)
     ask = (current.is_ones, current.is_zeros, current.values)
-    context = Context(network, samples, *ask, seed, current.shape, peaks)
+    context = Context(network, samples, *ask, seed, current.shape, current.affine, peaks)
     proposals = []
     rest = (network.rest,) if getattr(item, "everywhere", False) and (network.elsewhere or network.computed) else ()
     for stream in (*network.streams, *rest):

@@ -21,7 +21,7 @@ from .backends.captured import CapturedModule, with_plain_outputs
 from .backends.fx_editor import FxEditor
 from .backends.lift import lift
 from .backends.surgery import Surgery
-from .detect.arithmetic import Unknown, evaluate
+from .detect.arithmetic import Unknown, affine, evaluate
 from .detect.blocks import detect
 from .detect.naming import norm_names
 from .detect.norms import find_norms
@@ -126,6 +126,13 @@ class Program:
     def shape(self, param: str) -> tuple[int, ...]:
         """Return a parameter's shape."""
         return tuple(self._known(param).shape)
+
+    def affine(self, start: str, end: str) -> tuple[Any, Any]:
+        """Return (a, s), one number per channel each, of a piece of graph that computes a x + s from constants."""
+        try:
+            return affine(self.graph, start, end, self.values)
+        except Unknown as why:
+            raise LnrewriteError("LN105", end, f"{why} has no rule here", "leave it as it is") from why
 
     def _known(self, param: str) -> torch.Tensor:
         tensor = self._tensor(param)

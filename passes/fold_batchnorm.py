@@ -21,7 +21,7 @@ from lnrewrite.plan import (
     SetNorm,
     Vectors,
 )
-from lnrewrite.stream import Block, Kind, Norm, Site, Stream, Where
+from lnrewrite.stream import Block, Kind, Site, Stream, Where
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context
@@ -36,8 +36,9 @@ class FoldBatchnorm:
         a (W h + c) + s  =  (diag(a) W) h + (a c + s)               before it
         W (a x + s) + c  =  (W diag(a)) x + (c + W s)               behind it
 
-    A weight that is computed from parameters (weight standardisation, sigma-reparametrisation) is constant then too: it
-    is computed once, in float64, and stored. Linears that were out of sight before are seen by the next pass.
+    RepBN, the batch norm of x plus eta x, is such a map too. A weight that is computed from parameters (weight
+    standardisation, sigma-reparametrisation) is constant then: it is computed once, in float64, and stored. Linears
+    that were out of sight before are seen by the next pass.
 
     Before::
 
@@ -57,7 +58,8 @@ class FoldBatchnorm:
     Refuses one whose neighbours are shared (LN102), are no linear maps or have other readers (LN104), or have no place
     for the shift, as a padded convolution behind it (LN103). Statistics of the batch itself are no constants (LN111).
 
-    Source: the usual folding of batch norm; weight standardisation (arXiv 1903.10520), sigma-reparam (2303.06296).
+    Source: the usual folding of batch norm; RepBN of SLAB (arXiv 2405.11582), weight
+    standardisation (1903.10520), sigma-reparam (2303.06296).
     """
 
     name: ClassVar[str] = "fold-batchnorm"
@@ -71,11 +73,11 @@ class FoldBatchnorm:
         for name, block, site in stream.located():
             if site.norm.kind is not Kind.BATCH:
                 continue
-            if not (site.norm.mean and site.norm.variance) or site.norm.computed or site.norm.over:
+            if not (site.norm.mean and site.norm.variance or site.norm.computed) or site.norm.over:
                 why = "its statistics are not stored"
                 refusals.append(Refusal("LN111", name, why, "capture the model in eval mode"))
                 continue
-            ways = list(_ways(site, block, stream, _affine(site.norm, context, vectors)))
+            ways = list(_ways(site, block, stream, _affine(site, context, vectors)))
             if isinstance(ways[0], Refusal):
                 refusals.append(Refusal(ways[0].code, name, ways[0].why, ways[0].remedy))
             else:
@@ -87,8 +89,12 @@ class FoldBatchnorm:
         return proposal(stream, edits, "it is no batch norm", refusals=tuple(refusals), vectors=vectors)
 
 
-def _affine(norm: Norm, context: Context, vectors: Vectors) -> tuple[Any, Any]:
+def _affine(site: Site, context: Context, vectors: Vectors) -> tuple[Any, Any]:
     """Return pointers to a and s."""
+    norm = site.norm
+    if norm.computed:
+        a, s = context.affine(site.origin[0], site.origin[-1])
+        return vectors.add(a), vectors.add(s)
     mean, variance = context.values(str(norm.mean)).reshape(-1), context.values(str(norm.variance)).reshape(-1)
     gain = context.values(norm.gamma).reshape(-1) + norm.plus_one if norm.gamma else np.ones(len(mean))
     a = gain / np.sqrt(variance + norm.eps)

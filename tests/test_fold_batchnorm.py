@@ -35,6 +35,31 @@ class Convolutions(nn.Module):
         return self.head(self.last(pooled)), torch.tanh(self.alone(pooled))
 
 
+class RepBN(nn.Module):
+    """Add a batch norm and its own input, as SLAB does in place of a LayerNorm: channels first inside."""
+
+    def __init__(self, bare: bool) -> None:
+        super().__init__()
+        self.norm, self.eta = nn.BatchNorm1d(WIDTH), 1.0 if bare else nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        return (self.norm(x) + (x if isinstance(self.eta, float) else self.eta * x)).transpose(1, 2)
+
+
+class Replaced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(RepBN(bare) for bare in (False, True))
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 12) for _ in self.norms)
+        self.down = nn.ModuleList(nn.Linear(12, WIDTH) for _ in self.norms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(torch.tanh(up(norm(x))))
+        return x
+
+
 class Standardised(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
@@ -88,6 +113,15 @@ def test_batch_norms_fold_before_or_behind() -> None:
     result = lnr.Pipeline.parse("fold-batchnorm").run(program, partial=True)
     assert (result.report.edits, [r.code for r in result.report.refusals]) == (5, ["LN104"])
     assert result.program.inspect()["norms"]["kinds"] == {"batch": 1}
+    assert worst(model(x), result.program.module()(x)) < 1e-12
+
+
+def test_a_batch_norm_with_its_input_beside_it_folds() -> None:
+    model, x = made(Replaced), torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    program = lnr.capture(model, (x,))
+    assert program.inspect()["norms"]["kinds"] == {"batch": 2}
+    result = lnr.Pipeline.parse("fold-batchnorm").run(program)
+    assert (result.report.edits, result.program.inspect()["norms"]["total"]) == (2, 0)
     assert worst(model(x), result.program.module()(x)) < 1e-12
 
 

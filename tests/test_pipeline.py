@@ -256,6 +256,9 @@ class Machine:
     def shape(self, param: str) -> tuple[int, ...]:
         raise KeyError(param)
 
+    def affine(self, start: str, end: str) -> tuple[float, float]:
+        raise KeyError(start, end)
+
     def peaks(self, batches: Sequence[Batch]) -> dict[str, float]:
         self.log.append(f"peaks {len(batches)}")
         return {}

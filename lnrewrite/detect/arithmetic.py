@@ -55,6 +55,15 @@ def _reshape(op: Op, x: Any) -> Any:
     return np.reshape(x, shape)
 
 
+def _batch_norm(op: Op, x: Any, gain: Any, bias: Any, mean: Any, variance: Any) -> Any:
+    """Normalise axis 1 by stored statistics."""
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    eps: Any = op.attrs["eps"]
+    y = (x - mean.reshape(shape)) / np.sqrt(variance.reshape(shape) + eps)
+    y = y if gain is None else y * gain.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
 def _slice(op: Op, x: Any) -> Any:
     place: Any = op.attrs.get("at")
     axis: Any = op.attrs["axis"]
@@ -76,7 +85,7 @@ RUN: dict[str, Callable[..., Any]] = {
     "clamp_min": lambda op, a, b: np.maximum(a, b), "maximum": lambda op, a, b: np.maximum(a, b),
     "cast": lambda op, a: a, "expand": lambda op, a: a, "mean": _mean, "sum": _sum, "var": _var,
     "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,
-    "sum_square": _sum_square, "reshape": _reshape, "slice": _slice,
+    "sum_square": _sum_square, "reshape": _reshape, "slice": _slice, "batch_norm": _batch_norm,
     "matmul": lambda op, a, b: a @ b, "mm": lambda op, a, b: a @ b,
     "mv": lambda op, a, b: a @ b, "dot": lambda op, a, b: a @ b, "vdot": lambda op, a, b: a @ b,
 }  # fmt: skip
@@ -130,6 +139,18 @@ def evaluate(graph: OpGraph, name: str, read: Callable[[str], Array]) -> Array:
         raise Unknown(name)
     ops, params = found
     return run(ops, {n: read(str(graph[n].attrs["param"])) for n in params}, name)
+
+
+def affine(graph: OpGraph, start: str, end: str, read: Callable[[str], Array]) -> tuple[Array, Array]:
+    """Return (a, s), one number per channel each, of a piece that computes a x + s along axis 1; Unknown where not."""
+    ops = closure(graph, start, end)
+    if ops is None:
+        raise Unknown(end)
+    values = {n: evaluate(graph, n, read) for n in constants(graph, ops)}
+    rank = len(graph[start].shape or ())
+    shape = [1, graph.width(start, 1 - rank)] + [1] * (rank - 2)
+    at = [run(ops, {**values, start: np.full(shape, x)}, end).reshape(-1) for x in (0.0, 1.0)]
+    return at[1] - at[0], at[0]
 
 
 def run(ops: Iterable[Op], values: Mapping[str, Array], end: str) -> Array:

@@ -291,11 +291,25 @@ def _with_affine(graph: OpGraph, core: Found) -> Found:
             if beta is None:
                 break
             norm = replace(norm, beta=beta)
+        elif norm.kind is Kind.BATCH and op.kind == "add" and (beside := _beside(graph, other, core)) is not None:
+            norm = Norm(Kind.BATCH, norm.eps, gamma=op.name, computed=True)
+            members |= beside
         else:
             break
         output = op.name
         members.add(output)
     return replace(core, norm=norm, output=output, members=frozenset(members))
+
+
+def _beside(graph: OpGraph, name: Operand, core: Found) -> set[str] | None:
+    """Return the ops of what is added to a batch norm where it is its own input times a number (RepBN); else None."""
+    if name == core.source:
+        return set()
+    op = graph[name] if isinstance(name, str) else None
+    if op is None or op.kind != "mul" or core.source not in op.inputs:
+        return None
+    factor = next(i for i in op.inputs if i != core.source)
+    return {op.name} if graph.is_scalar(factor) else None
 
 
 def is_vector(graph: OpGraph, name: Operand, width: int, axis: int) -> bool:
