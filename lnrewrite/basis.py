@@ -131,8 +131,7 @@ class Basis:
         """Apply M where the stream starts."""
         stream, target = self.stream, f"{self.stream.name}.embedding"
         if stream.embedding:
-            sources = () if stream.opaque else stream.sources
-            self.always(target, self.made(None, stream.embedding, sources))
+            self.always(target, self.made(None, stream.embedding, stream.makers(None, stream.embedding)))
             return
         instead = self.explicit(Where.EMBEDDING)
         if stream.opaque or not stream.sources:
@@ -169,10 +168,10 @@ class Basis:
 
     def leave(self, block: Block) -> None:
         """Let a branch write M times what it wrote."""
-        writers = () if "written by" in block.opaque else block.writers
         if site := block.at(Where.OUT):
-            self.always(block.name, self.made(block, site, writers))
+            self.always(block.name, self.made(block, site, self.stream.makers(block, site)))
             return
+        writers = () if "written by" in block.opaque else block.writers
         instead = self.explicit(Where.OUT)
         if isinstance(instead, Closed):
             said = f"a writer of {block.name} is shared" if writers else f"{block.name} is {_said(block, 'written')}"

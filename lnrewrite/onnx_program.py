@@ -14,29 +14,27 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-from . import __version__, calibration, text
+from . import __version__
 from .backends.onnx_editor import OnnxEditor
 from .backends.onnx_file import read, stamp
 from .backends.onnx_inputs import drawn, dynamic_axes, example_inputs, id_limits, resized
 from .backends.onnx_lift import lift
 from .backends.onnx_run import OnnxModule
 from .backends.surgery import Surgery
-from .detect.arithmetic import Unknown, affine, evaluate
-from .detect.blocks import detect
 from .diagnostics import LnrewriteError
 from .inputs import parse_inputs
-from .inspecting import Picture, describe
 from .opgraph import OpGraph
 from .output import check_output
-from .pipeline import Batch, Samples
+from .pipeline import Batch
 from .plan import Proposal
-from .stream import Network, Stream
+from .seen import Seen
+from .stream import Stream
 from .targets.forms import lower, split
 from .targets.table import TARGETS
 from .verifying import drift
 
 
-class OnnxProgram:
+class OnnxProgram(Seen):
     """Hold an ONNX model and the picture that detection makes of it; `lnrewrite.load` makes it of a file.
 
     It offers what `Program` does, except training: its `module()` runs the model in ONNX Runtime. `style` is the target
@@ -66,24 +64,8 @@ class OnnxProgram:
         style = "cuda" if split(model) else "as it is" if plain else "generic"
         return cls(model, style=style, given=_named(model, inputs, seed))
 
-    @cached_property
-    def graph(self) -> OpGraph:
-        """Return the neutral view of the model's graph."""
+    def _lift(self) -> OpGraph:
         return lift(self.model)
-
-    @cached_property
-    def network(self) -> Network:
-        """Return what detection sees in the model."""
-        return detect(self.graph)
-
-    @property
-    def stream(self) -> Picture:
-        """Return the text form of the picture; a notebook shows it as a table."""
-        return Picture(text.render(self.network))
-
-    def inspect(self) -> dict[str, Any]:
-        """Return the object of `lnrewrite inspect --json`: streams, blocks, placements, norms, refusals."""
-        return describe(self.network, self.format, self.is_ones, self.is_zeros, self.notes)
 
     @cached_property
     def _module(self) -> OnnxModule:
@@ -119,42 +101,12 @@ class OnnxProgram:
         """Say whether every value of an initializer is zero."""
         return bool((self.values(param) == 0).all())
 
-    def values(self, param: str) -> Any:
-        """Return the values of an initializer, or of a value computed from some, as a float64 numpy array.
-
-        Raises LnrewriteError LN105 where they are computed in a way that cannot be followed.
-        """
-        if param not in self.model.graph.initializers and param in self.graph.constant:
-            try:
-                return evaluate(self.graph, param, self.values)
-            except Unknown as why:
-                raise LnrewriteError("LN105", param, f"{why} has no rule here", "store it as a parameter") from why
-        return self._known(param).numpy().astype("float64")
-
-    def shape(self, param: str) -> tuple[int, ...]:
-        """Return an initializer's shape."""
-        return tuple(int(d) for d in self._known(param).shape.numpy())
-
-    def affine(self, start: str, end: str) -> tuple[Any, Any]:
-        """Return (a, s), one number per channel each, of a piece of graph that computes a x + s from constants."""
-        try:
-            return affine(self.graph, start, end, self.values)
-        except Unknown as why:
-            raise LnrewriteError("LN105", end, f"{why} has no rule here", "leave it as it is") from why
-
-    def _known(self, param: str) -> ir.TensorProtocol:
+    def _held(self, param: str) -> ir.TensorProtocol | None:
         found = self.model.graph.initializers.get(param)
-        if found is None or found.const_value is None:
-            raise LnrewriteError("LN301", param, "the model has no such parameter", "report this with the model")
-        return found.const_value
+        return None if found is None else found.const_value
 
-    def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
-        """Run the model on the batches and return what each block saw and did, [tokens, width] each."""
-        return calibration.collect(self.network, self._record, batches)
-
-    def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:
-        """Run the model on the batches and return the size of the largest number in each value of its graph."""
-        return calibration.peaks(self.graph, self._record, batches)
+    def _array(self, held: ir.TensorProtocol) -> Any:
+        return held.numpy().astype("float64")
 
     def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
         named = batch if isinstance(batch, Mapping) else dict(zip(self.example_inputs(), batch, strict=True))

@@ -20,7 +20,7 @@ from .plan import Exactness, Proposal, Refusal
 from .report import Expected, Report, Skipped, Step
 from .selecting import select
 from .spelling import parse, spell
-from .stream import Network, Stream, site_name
+from .stream import Network, Norm, Stream, site_name
 
 PRESETS = {
     "exact": ("the two passes that change least", "canonicalize,fold-affine"),
@@ -105,6 +105,10 @@ class Context:
     shape: Callable[[str], tuple[int, ...]] = lambda param: ()
     affine: Callable[[str, str], tuple[Any, Any]] = lambda start, end: (1.0, 0.0)
     peaks: Callable[[], Mapping[str, float]] = dict
+
+    def gain(self, norm: Norm) -> Any:
+        """Return what a norm multiplies by: a vector [width], 1 + gamma where it is stored so; 1.0 without a gain."""
+        return 1.0 if norm.gamma is None else self.values(norm.gamma).reshape(-1) + norm.plus_one
 
     def selected(self, expression: str | None) -> frozenset[str]:
         """Return the names of the blocks that a `blocks=` option selects; None selects all."""

@@ -7,7 +7,6 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -15,24 +14,22 @@ from torch import nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from . import calibration, text
+from . import calibration
 from .backends.capture import Capture, capture_module, export_again, from_program, quiet
-from .backends.captured import CapturedModule, with_plain_outputs
+from .backends.captured import CapturedModule, stored, with_plain_outputs
 from .backends.fx_editor import FxEditor
 from .backends.lift import lift
 from .backends.surgery import Surgery
-from .detect.arithmetic import Unknown, affine, evaluate
-from .detect.blocks import detect
 from .detect.naming import norm_names
 from .detect.norms import find_norms
 from .diagnostics import LnrewriteError
-from .inspecting import Picture, describe
 from .opgraph import OpGraph
 from .output import check_output, write_whole
-from .pipeline import Batch, Pipeline, Samples
+from .pipeline import Batch, Pipeline
 from .plan import Proposal
 from .report import Report
-from .stream import Network, Stream
+from .seen import Seen
+from .stream import Stream
 from .verifying import drift
 
 if TYPE_CHECKING:
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
     from .onnx_program import OnnxProgram
 
 
-class Program:
+class Program(Seen):
     """Hold a captured model: its graph with parameters, example inputs, and the picture that detection makes of it.
 
     Made by `lnrewrite.load` and `lnrewrite.capture`; passes never change it, they give a new one.
@@ -52,28 +49,12 @@ class Program:
         self.format, self.tokenizer = format, tokenizer
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
         """Return what a user should know about the capture."""
         return self._capture.notes
 
-    @cached_property
-    def graph(self) -> OpGraph:
-        """Return the neutral view of the model's graph."""
+    def _lift(self) -> OpGraph:
         return lift(self._capture.module)
-
-    @cached_property
-    def network(self) -> Network:
-        """Return what detection sees in the model."""
-        return detect(self.graph)
-
-    @property
-    def stream(self) -> Picture:
-        """Return the text form of the picture; a notebook shows it as a table."""
-        return Picture(text.render(self.network))
-
-    def inspect(self) -> dict[str, Any]:
-        """Return the object of `lnrewrite inspect --json`: streams, blocks, placements, norms, refusals."""
-        return describe(self.network, self.format, self.is_ones, self.is_zeros, self.notes)
 
     def module(self) -> CapturedModule:
         """Return the model as a trainable nn.Module, the same object at each call, called as the original was."""
@@ -100,53 +81,17 @@ class Program:
         return self._all(param, 0.0)
 
     def _all(self, param: str, number: float) -> bool:
-        tensor = self._tensor(param)
+        tensor = self._held(param)
         return tensor is not None and not tensor.is_meta and bool((tensor == number).all())
 
-    def _tensor(self, name: str) -> torch.Tensor | None:
-        path, _, leaf = name.rpartition(".")
-        try:
-            found = getattr(self._capture.module.get_submodule(path), leaf)
-        except AttributeError:
-            return None
-        return found if isinstance(found, torch.Tensor) else None
+    def _held(self, param: str) -> torch.Tensor | None:
+        return stored(self._capture.module, param)
 
-    def values(self, param: str) -> Any:
-        """Return the values of a parameter, or of a node computed from parameters, as a float64 numpy array.
+    def _array(self, held: torch.Tensor) -> Any:
+        return held.detach().double().cpu().numpy()
 
-        Raises LnrewriteError LN105 where a node computes them in a way that cannot be followed.
-        """
-        if self._tensor(param) is None and param in self.graph.constant:
-            try:
-                return evaluate(self.graph, param, self.values)
-            except Unknown as why:
-                raise LnrewriteError("LN105", param, f"{why} has no rule here", "store it as a parameter") from why
-        return self._known(param).detach().double().cpu().numpy()
-
-    def shape(self, param: str) -> tuple[int, ...]:
-        """Return a parameter's shape."""
-        return tuple(self._known(param).shape)
-
-    def affine(self, start: str, end: str) -> tuple[Any, Any]:
-        """Return (a, s), one number per channel each, of a piece of graph that computes a x + s from constants."""
-        try:
-            return affine(self.graph, start, end, self.values)
-        except Unknown as why:
-            raise LnrewriteError("LN105", end, f"{why} has no rule here", "leave it as it is") from why
-
-    def _known(self, param: str) -> torch.Tensor:
-        tensor = self._tensor(param)
-        if tensor is None:
-            raise LnrewriteError("LN301", param, "the model has no such parameter", "report this with the model")
-        return tensor
-
-    def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
-        """Run the model on the batches and return what each block saw and did, [tokens, width] each."""
-        return calibration.collect(self.network, calibration.recorder(self._capture.module), batches)
-
-    def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:
-        """Run the model on the batches and return the size of the largest number in each value of its graph."""
-        return calibration.peaks(self.graph, calibration.recorder(self._capture.module), batches)
+    def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        return calibration.recorder(self._capture.module)(batch, wanted)
 
     def synthetic(self, seed: int) -> Sequence[Batch]:
         """Make up eight batches of inputs like the example inputs."""
@@ -223,10 +168,10 @@ class Program:
             self.export(path, force=force)
             return
         target = check_output(path, force)
-        held = self._capture.module
-        tensors = {id(t): t for t in (*held.parameters(), *held.buffers())}
+        mine = self._capture.module
+        tensors = {id(t): t for t in (*mine.parameters(), *mine.buffers())}
         with quiet():
-            module = with_plain_outputs(copy.deepcopy(held, tensors).eval())  # a copy that shares the weights
+            module = with_plain_outputs(copy.deepcopy(mine, tensors).eval())  # a copy that shares the weights
         program = export_again(module, self._capture.args, self._capture.kwargs)
         for graph in (m.graph for m in program.graph_module.modules() if hasattr(m, "graph")):
             for node in graph.nodes:

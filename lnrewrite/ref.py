@@ -233,12 +233,6 @@ def _along(weight: Floats, axis: int, scale: Floats) -> Floats:
     return np.moveaxis(rows @ scale.T if scale.ndim > 1 else rows * scale, -1, axis)
 
 
-def _bared(machine: Machine, change: Callable[[Linear], Linear]) -> Machine:
-    """Rewrite the linear maps of inner norms that were removed."""
-    rows = {k: tuple(replace(s, writers=tuple(map(change, s.writers))) for s in v) for k, v in machine.bared.items()}
-    return replace(machine, bared=rows)
-
-
 def _linears(stream: Stream, change: Callable[[Linear], Linear]) -> Stream:
     """Rewrite every mention of a linear map in a stream."""
 

@@ -270,6 +270,15 @@ class Stream:
             yield f"{self.name}.final", None, self.final
 
 
+    def makers(self, block: Block | None, site: Site) -> tuple[Linear, ...]:
+        """Return the linears whose sum, scaled at most, a norm reads; none where something else has a part in it."""
+        if site.where is Where.EMBEDDING:
+            return () if self.opaque else self.sources
+        if site.where is Where.OUT and block:
+            return () if "written by" in block.opaque else block.writers
+        return site.writers
+
+
 def site_name(block: Block, site: Site) -> str:
     """Name a block's site: `block.where`, numbered where a branch holds several inner norms."""
     several = sum(s.where is site.where for s in block.sites) > 1

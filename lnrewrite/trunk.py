@@ -187,7 +187,7 @@ class Walk:
         return seen.written * fit(normed, seen.branch, np.ones(len(normed))).scale
 
     def value(self, norm: Norm, u: Any) -> Any:
-        gain = self.context.values(norm.gamma) + norm.plus_one if norm.gamma and not norm.computed else 1.0
+        gain = 1.0 if norm.computed else self.context.gain(norm)
         return gain * u + (self.context.values(norm.beta) if norm.beta else 0.0)
 
     def rescale(self, block: Block, by: Any, plus: Any, operations: list[Operation]) -> None:

@@ -212,10 +212,9 @@ class _Absorber:
             raise Closed("LN105", f"the gain of {who} is computed", "store the gain as a parameter")
         gamma = beta = None
         if not plain or size < 0:
-            values = self.context.values
-            gain = values(norm.gamma).reshape(-1) + norm.plus_one if norm.gamma else np.ones(self.stream.width)
+            gain = self.context.gain(norm) * np.ones(self.stream.width)
             gamma = self.vectors.add(gain * by * np.sign(size))
-            beta = self.vectors.add(values(norm.beta).reshape(-1) * by) if norm.beta else None
+            beta = self.vectors.add(self.context.values(norm.beta).reshape(-1) * by) if norm.beta else None
         index = block.index(site) if block else 0
         return [SetNorm(site.where, replace(norm, eps=norm.eps / size**2), gamma, beta, index)]
 

@@ -96,8 +96,7 @@ def _affine(site: Site, context: Context, vectors: Vectors) -> tuple[Any, Any]:
         a, s = context.affine(site.origin[0], site.origin[-1])
         return vectors.add(a), vectors.add(s)
     mean, variance = context.values(str(norm.mean)).reshape(-1), context.values(str(norm.variance)).reshape(-1)
-    gain = context.values(norm.gamma).reshape(-1) + norm.plus_one if norm.gamma else np.ones(len(mean))
-    a = gain / np.sqrt(variance + norm.eps)
+    a = context.gain(norm) / np.sqrt(variance + norm.eps)
     return vectors.add(a), vectors.add((context.values(norm.beta).reshape(-1) if norm.beta else 0.0) - a * mean)
 
 
@@ -106,7 +105,8 @@ def _ways(
 ) -> Iterator[tuple[Operation, ...] | Refusal]:
     """Yield the operations of the first way that is open, else what closes the last."""
     a, s = by
-    writers = _writers(site, block, stream)
+    between = block.scaled("written") if block and site.where is Where.OUT else ()
+    writers = () if between else stream.makers(block, site)
     if writers and not any(w.shared for w in writers) and writers[0].exact:
         yield (ScaleWriter(writers[0], a, s), *(ScaleWriter(w, a) for w in writers[1:]))
     if site.readers and not site.taps:
@@ -116,11 +116,3 @@ def _ways(
             yield Refusal("LN103", "", f"{bad[0]} has no place for a shift", "leave this norm")
         yield tuple(FoldReader(r, a, s) for r in site.readers)
     yield Refusal("LN104", "", "no linear map stands alone before or behind it", "leave this norm")
-
-
-def _writers(site: Site, block: Block | None, stream: Stream) -> tuple[Any, ...]:
-    if site.where is Where.EMBEDDING:
-        return () if stream.opaque else stream.sources
-    if site.where is Where.OUT and block and "written by" not in block.opaque and not block.scaled("written"):
-        return block.writers
-    return site.writers

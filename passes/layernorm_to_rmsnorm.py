@@ -89,9 +89,8 @@ def _rms(where: Where, site: Site, index: int = 0) -> SetNorm:
 
 def _alone(stream: Stream, block: Block, site: Site, edits: list[Edit], refusals: list[Refusal]) -> None:
     """Centre the linears that a norm inside a branch, or at its end, reads."""
-    writers, name = site.writers, site_name(block, site)
-    if site.where is Where.OUT and not ("written by" in block.opaque or any(s.vector for s in block.scaled("written"))):
-        writers = block.writers
+    mixed = site.where is Where.OUT and any(s.vector for s in block.scaled("written"))
+    writers, name = () if mixed else stream.makers(block, site), site_name(block, site)
     if not writers:
         why, remedy = "what it reads is not made by linear maps alone", "leave it a LayerNorm"
         refusals.append(Refusal("LN104", name, why, remedy))

@@ -74,7 +74,7 @@ class MergeNorms:
                 refusals.append(closed.refusal(name))
                 continue
             target, index = (block.name, block.index(site)) if block else (name, 0)
-            gamma = _gain(norm, factor, site.width or stream.width, context)
+            gamma = context.gain(norm) * factor * np.ones(site.width or stream.width)
             note = "" if norm.kind is site.norm.over.kind else f"error below {site.norm.eps:.1g} mean^2 / (2 variance)"
             edits.append(Edit(target, (SetNorm(site.where, norm, vectors.add(gamma), index=index),), note=note))
         return proposal(stream, edits, "it reads no norm", refusals=tuple(refusals), vectors=vectors)
@@ -89,7 +89,7 @@ class MergeNorms:
             raise Closed("LN129", why, "take asymptotic=true if the mean is small")
         c = 1.0
         if under.gamma is not None:
-            gain: Any = context.values(under.gamma) + under.plus_one if not under.computed else np.array([0.0, 1.0])
+            gain: Any = context.gain(under) if not under.computed else np.array([0.0, 1.0])
             if not np.all(gain == gain.flat[0]) or gain.flat[0] == 0:
                 raise Closed("LN128", "the gain of the norm below differs from channel to channel", "leave both")
             c = float(gain.flat[0])
@@ -98,8 +98,3 @@ class MergeNorms:
         eps = under.eps * top.eps / (c * c + top.eps)
         kind = Kind.LAYER if Kind.LAYER in kinds else Kind.RMS
         return replace(top, kind=kind, eps=eps, over=None), copysign(1 / sqrt(1 + top.eps / (c * c)), c)
-
-
-def _gain(norm: Norm, factor: float, width: int, context: Context) -> Any:
-    gain = np.ones(width) if norm.gamma is None else context.values(norm.gamma).reshape(-1) + norm.plus_one
-    return gain * factor

@@ -201,9 +201,8 @@ class _Scaled(Basis):
 
     def larger(self, site: Site) -> tuple[Value | None, Value | None]:
         """Return c times a norm's gain and bias."""
-        norm, width = site.norm, self.stream.width
-        gain = self.context.values(norm.gamma) + norm.plus_one if norm.gamma else np.ones(width)
-        gamma = self.vectors.add(np.asarray(gain, dtype=np.float64).reshape(-1) * self.by)
+        norm = site.norm
+        gamma = self.vectors.add(self.context.gain(norm) * np.full(self.stream.width, self.by))
         beta = self.vectors.add(self.context.values(norm.beta).reshape(-1) * self.by) if norm.beta else None
         return gamma, beta
 

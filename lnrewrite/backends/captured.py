@@ -149,6 +149,16 @@ def _share_ties(source: torch.nn.Module, target: torch.nn.Module) -> None:
             register(target, name, parameter)
 
 
+def stored(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """Return the parameter or buffer under a dotted name, or None where there is none."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        found = getattr(module.get_submodule(path), leaf)
+    except AttributeError:
+        return None
+    return found if isinstance(found, torch.Tensor) else None
+
+
 def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
     """Register a parameter under a dotted name, making the containers on its way."""
     path, _, leaf = name.rpartition(".")

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..stream import Kind, Norm
-from .captured import CapturedModule, register
+from .captured import CapturedModule, register, stored
 from .surgery import Edge
 from .values import CHUNK, Change, Floats
 
@@ -78,10 +78,8 @@ class FxEditor:
     def untie(self, linear: fx.Node, param: str, fresh: str) -> None:
         """Let one node read its own copy of a parameter, under another name that the parameter has or a new one."""
         tensor = self.module.get_parameter(param)
-        names = dict(self.module.named_parameters(remove_duplicate=False))
-        spare = [n for n, p in names.items() if p is tensor and n != param]
-        new = chain([fresh], (f"{fresh}_{i}" for i in count(2)))
-        name = next(iter(spare), None) or next(n for n in new if n not in names)
+        names = self.module.named_parameters(remove_duplicate=False)
+        name = next((n for n, p in names if p is tensor and n != param), None) or self.fresh(fresh)
         path = next(path for path in map(_origins, linear.all_input_nodes) if self.holds(path[-1], tensor))
         for node in self.graph.find_nodes(op="get_attr", target=name):
             node.target = param
@@ -129,8 +127,8 @@ class FxEditor:
 
     def read(self, param: str) -> Floats:
         """Return a parameter's present values."""
-        path, _, leaf = param.rpartition(".")
-        tensor: torch.Tensor = getattr(self.module.get_submodule(path), leaf)  # a buffer too: stored statistics
+        tensor = stored(self.module, param)  # a buffer too: stored statistics
+        assert tensor is not None
         return _numpy(tensor)
 
     def rows(self, param: str, axis: int) -> Iterator[Floats]:
@@ -146,14 +144,14 @@ class FxEditor:
     def create(self, name: str, values: Floats, like: fx.Node) -> str:
         """Register a new parameter near `name`, in the dtype of `like` and on the device of the others."""
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        name, dtype = self.fresh(name), like.meta["val"].dtype
+        register(self.module, name, torch.nn.Parameter(torch.from_numpy(values).to(device, dtype, copy=True)))
+        return name
+
+    def fresh(self, name: str) -> str:
+        """Return the name, or one like it, that no parameter has."""
         taken = {n for n, _ in self.module.named_parameters(remove_duplicate=False)}
-        fresh, count = name, 1
-        while fresh in taken:
-            count += 1
-            fresh = f"{name}_{count}"
-        dtype = like.meta["val"].dtype
-        register(self.module, fresh, torch.nn.Parameter(torch.from_numpy(values).to(device, dtype, copy=True)))
-        return fresh
+        return next(n for n in chain([name], (f"{name}_{i}" for i in count(2))) if n not in taken)
 
     def finish(self) -> None:
         """Drop dead nodes, and the parameters that only they read; make the module's code again."""

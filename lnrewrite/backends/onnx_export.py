@@ -18,7 +18,7 @@ from ..detect.norms import Found
 from ..diagnostics import LnrewriteError
 from ..stream import Kind, Norm
 from .capture import export_again, quiet
-from .captured import CapturedModule, register
+from .captured import CapturedModule, register, stored
 from .lift import lift, parameter_names
 from .onnx_norms import ONES, OPERATORS, SITE
 from .onnx_shapes import infer_shapes
@@ -232,11 +232,10 @@ class _Semantic:
 
     def held(self, name: str) -> torch.Tensor:
         """Return a parameter or buffer by name. Raise LookupError where there is none."""
-        path, _, leaf = name.rpartition(".")
-        try:
-            return getattr(self.module.get_submodule(path), leaf).detach()
-        except AttributeError as error:
-            raise LookupError(name) from error
+        found = stored(self.module, name)
+        if found is None:
+            raise LookupError(name)
+        return found.detach()
 
     def value(self, node: Any) -> Any:
         """Compute a node from parameters alone. Raise LookupError where it needs the inputs."""

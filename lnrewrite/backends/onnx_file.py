@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -18,7 +19,6 @@ OLDEST = 11
 ONE_FILE = 3 << 29
 """Weights of more bytes than this go into a file of their own: a protobuf ends at 2 GiB."""
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
-TYPED = {1: "float_data", 10: "int32_data", 11: "double_data", 7: "int64_data", 6: "int32_data"}
 
 
 def read(path: Path, name: str) -> ir.Model:
@@ -77,9 +77,8 @@ class _Check:
         given = {v.name for v in graph.input} | {t.name for t in graph.initializer}
         given |= {t.values.name for t in graph.sparse_initializer}
         made = [o for node in graph.node for o in node.output if o]
-        if twice := next((o for i, o in enumerate(made) if o in given or o in made[:i]), None) if len(
-            set(made) | given
-        ) < len(made) + len(given) else None:
+        times = Counter([*given, *made])
+        if twice := next((o for o in made if times[o] > 1), None):
             raise self.invalid(f"the value {twice!r} is made twice")
         known = given | set(made) | outer
         for value in graph.output:

@@ -9,6 +9,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, assert_never
 import numpy as np
 
 from ..detect.arithmetic import evaluate
+from ..detect.norms import unit
 from ..diagnostics import LnrewriteError
 from ..opgraph import OpGraph
 from ..plan import (
@@ -324,11 +325,8 @@ class Surgery(Generic[Handle]):
         gamma = self.value(Gain(norm.gamma, norm.plus_one)) if norm.gamma else np.ones(())
         beta = self.value(Gain(norm.beta)) if norm.beta else np.zeros(())
 
-        def change(rows: Floats) -> Floats:
-            x = rows - rows.mean(-1, keepdims=True) if norm.kind is Kind.LAYER else rows
-            return np.asarray(gamma * x / np.sqrt((x * x).mean(-1, keepdims=True) + norm.eps) + beta)
-
-        self.editor.transform(op.table.param, op.table.axis, change)
+        table = op.table
+        self.editor.transform(table.param, table.axis, lambda rows: gamma * unit(norm.kind, rows, norm.eps) + beta)
 
     def fold(self, op: FoldReader) -> None:
         """W <- W diag(scale), or W scale for a matrix; c <- c + W_old shift."""

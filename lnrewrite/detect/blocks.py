@@ -326,14 +326,17 @@ class _Detector:
         if branch and not self.dominates(found, branch):
             taps = (*taps, "off the branch's main path")
         width = self.graph.width(found.source, found.axis) if where is Where.INNER else 0
-        mixing = found.norm.kind is not Kind.BATCH
-        made = writers(self.graph, found.source, found.axis, None, width, mixing)
-        whole = where is Where.INNER and not made.others and set(self.graph.users[found.source]) <= found.members
-        writes = tuple(map(self.counted, made.linears)) if whole else ()
+        writes = self.makers(found, width) if where is Where.INNER else ()
         origin = (found.source, *sorted(found.members, key=self.graph.index.__getitem__))
         origin = (*[o for o in origin if o != found.output], found.output)
         reads = tuple(dict.fromkeys(map(self.counted, edge.linears)))
         return Site(where, found.norm, reads, taps, writes, width, origin)
+
+    def makers(self, found: Found, width: int) -> tuple[Linear, ...]:
+        """Return the linears that make up all of a norm's input, where they serve nothing else."""
+        made = writers(self.graph, found.source, found.axis, None, width, found.norm.kind is not Kind.BATCH)
+        whole = not made.others and set(self.graph.users[found.source]) <= found.members
+        return tuple(map(self.counted, made.linears)) if whole else ()
 
     def dominates(self, found: Found, branch: str) -> bool:
         """Say whether every path from the norm's source's weights to the branch's end passes the norm."""

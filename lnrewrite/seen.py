@@ -1,0 +1,99 @@
+"""What a captured model and an ONNX model have in common: a graph, the picture of it, and questions to its values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from . import calibration, text
+from .detect.arithmetic import Unknown, affine, evaluate
+from .detect.blocks import detect
+from .diagnostics import LnrewriteError
+from .inspecting import Picture, describe
+from .opgraph import OpGraph
+from .pipeline import Batch, Samples
+from .stream import Network
+
+
+class Seen(ABC):
+    """See a model as a graph; a subclass says what the graph is, what its parameters hold, and how it runs."""
+
+    format: str
+    notes: tuple[str, ...]
+
+    @abstractmethod
+    def _lift(self) -> OpGraph: ...
+    @abstractmethod
+    def _held(self, param: str) -> Any | None:
+        """Return a parameter as the model stores it, or None where there is none of that name."""
+
+    @abstractmethod
+    def _array(self, held: Any) -> Any:
+        """Return what `_held` gave as a float64 numpy array."""
+
+    @abstractmethod
+    def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Any]:
+        """Run the model on one batch and return the values of some of its nodes."""
+
+    @abstractmethod
+    def is_ones(self, param: str) -> bool: ...
+    @abstractmethod
+    def is_zeros(self, param: str) -> bool: ...
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """Return the neutral view of the model's graph."""
+        return self._lift()
+
+    @cached_property
+    def network(self) -> Network:
+        """Return what detection sees in the model."""
+        return detect(self.graph)
+
+    @property
+    def stream(self) -> Picture:
+        """Return the text form of the picture; a notebook shows it as a table."""
+        return Picture(text.render(self.network))
+
+    def inspect(self) -> dict[str, Any]:
+        """Return the object of `lnrewrite inspect --json`: streams, blocks, placements, norms, refusals."""
+        return describe(self.network, self.format, self.is_ones, self.is_zeros, self.notes)
+
+    def values(self, param: str) -> Any:
+        """Return the values of a parameter, or of a node computed from parameters, as a float64 numpy array.
+
+        Raises LnrewriteError LN105 where a node computes them in a way that cannot be followed.
+        """
+        if self._held(param) is None and param in self.graph.constant:
+            try:
+                return evaluate(self.graph, param, self.values)
+            except Unknown as why:
+                raise LnrewriteError("LN105", param, f"{why} has no rule here", "store it as a parameter") from why
+        return self._array(self._known(param))
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        """Return a parameter's shape."""
+        return tuple(map(int, self._known(param).shape))
+
+    def affine(self, start: str, end: str) -> tuple[Any, Any]:
+        """Return (a, s), one number per channel each, of a piece of graph that computes a x + s from constants."""
+        try:
+            return affine(self.graph, start, end, self.values)
+        except Unknown as why:
+            raise LnrewriteError("LN105", end, f"{why} has no rule here", "leave it as it is") from why
+
+    def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
+        """Run the model on the batches and return what each block saw and did, [tokens, width] each."""
+        return calibration.collect(self.network, self._record, batches)
+
+    def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:
+        """Run the model on the batches and return the size of the largest number in each value of its graph."""
+        return calibration.peaks(self.graph, self._record, batches)
+
+    def _known(self, param: str) -> Any:
+        held = self._held(param)
+        if held is None:
+            raise LnrewriteError("LN301", param, "the model has no such parameter", "report this with the model")
+        return held
