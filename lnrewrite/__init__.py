@@ -53,12 +53,15 @@ __all__ = [
     "convert",
     "explain",
     "load",
+    "rewrite",
+    "unrewrite",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from .benching import bench
     from .diagnostics import LnrewriteError, Refused, UsageError, explain
+    from .live import rewrite, unrewrite
     from .onnx_program import OnnxProgram
     from .pipeline import Pipeline, Result
     from .program import Program, capture, convert, load
@@ -77,6 +80,8 @@ _HOME = {
     "capture": "program",
     "convert": "program",
     "load": "program",
+    "rewrite": "live",
+    "unrewrite": "live",
     "verify": "verifying",
 }
 

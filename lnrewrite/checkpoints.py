@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .diagnostics import LnrewriteError, one_line
 from .forms import Form, damaged, listed, not_a_model
+from .modeling import written_by_us
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +25,72 @@ def open_folder(
     `use_cache` is off and experts run as batched matrix products, for only these can be exported. Raises LN017 for
     code that the folder brings, LN018 without transformers, LN015, LN016 and LN028 for its content.
     """
+    with _library(form, trust_remote_code) as (transformers, config, remote):
+        return _load(form, _class(transformers, config, remote), config, trust_pickle, remote)
+
+
+def empty_model(form: Form, dtype: torch.dtype, *, trust_remote_code: bool = False) -> torch.nn.Module:
+    """Build the network that the folder's config names without its weights: parameters on the meta device.
+
+    Buffers are real. Raises as `open_folder`, LN011 where the network cannot be built from the config alone.
+    """
+    import torch
+
+    with _library(form, trust_remote_code) as (transformers, config, remote), _meta_parameters():
+        found = _class(transformers, config, remote)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            make = getattr(found, "from_config", found)
+            module = make(config, trust_remote_code=True) if remote else make(config)
+        except Exception as error:  # a network's own checks raise anything
+            raise not_a_model(form.name, f"{found.__name__} cannot be built from its config: {error}") from error
+        finally:
+            torch.set_default_dtype(before)
+        module.tie_weights()
+        return module.eval()  # type: ignore[no-any-return]
+
+
+def auto_classes(module: torch.nn.Module) -> list[str]:
+    """Return the names of transformers' auto classes that make a module's class of its config."""
+    import transformers
+
+    found = []
+    for name in dir(transformers):
+        mapping = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
+        if mapping is not None and type(module.config) in mapping:
+            classes = mapping[type(module.config)]
+            if type(module) in (classes if isinstance(classes, tuple) else (classes,)):
+                found.append(name)
+    return found
+
+
+@contextlib.contextmanager
+def _meta_parameters() -> Iterator[None]:
+    """Let every parameter that a module registers be on the meta device: its memory is never touched."""
+    import torch
+
+    register = torch.nn.Module.register_parameter
+
+    def registered(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = torch.nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        register(module, name, param)
+
+    torch.nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _library(form: Form, trust_remote_code: bool) -> Iterator[tuple[Any, Any, bool]]:
+    """Give transformers, the folder's config set for export, and whether the folder's own code is run."""
     assert form.path is not None, form
     content = json.loads((form.path / "config.json").read_bytes())
     remote = content.get("auto_map")
-    if remote and not trust_remote_code:
+    if remote and not trust_remote_code and not written_by_us(form.path, content):
         why = f"its config names code to run: {listed(sorted(map(str, remote.values())))}"
         raise LnrewriteError("LN017", f"model {form.name!r}", why, "read that code, then give --trust-remote-code")
     if remote and (elsewhere := sorted(str(v) for v in remote.values() if "--" in str(v))):
@@ -39,9 +102,7 @@ def open_folder(
         remedy = "pip install transformers (or lnrewrite[hf])"
         raise LnrewriteError("LN018", f"model {form.name!r}", "it is a transformers checkpoint", remedy) from error
     with _quiet():
-        config = _config(form, bool(remote))
-        found = _class(transformers, config, bool(remote))
-        return _load(form, found, config, trust_pickle, bool(remote))
+        yield transformers, _config(form, bool(remote)), bool(remote)
 
 
 def _config(form: Form, remote: bool) -> Any:
@@ -68,7 +129,8 @@ def _class(transformers: Any, config: Any, remote: bool) -> Any:
         return found
     causal = transformers.AutoModelForCausalLM
     if remote:
-        return causal if "AutoModelForCausalLM" in getattr(config, "auto_map", {}) else transformers.AutoModel
+        known = [name for name in getattr(config, "auto_map", {}) if name.startswith("AutoModel")]
+        return getattr(transformers, min(known, key=lambda n: (n != "AutoModelForCausalLM", n), default="AutoModel"))
     return causal if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else transformers.AutoModel
 
 

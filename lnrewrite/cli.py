@@ -300,7 +300,11 @@ def _rewrite(
     """Run a pipeline on a model and write the result, the body of convert and opt; return the exit code."""
     from .forms import Format, identify
 
-    onnx = identify(model).format is Format.ONNX
+    form = identify(model).format
+    onnx = form is Format.ONNX
+    if form is Format.TRANSFORMERS and output is not None and Path(output).suffix not in (".pt2", ".onnx"):
+        shown = {"as_json": as_json, "quiet": quiet, "preset": preset}
+        return _rewrite_folder(model, pipeline, output, calibrate, partial=partial, force=force, **shown, **how)
     target = None if output is None else _target(output, force, ".onnx" if onnx else ".pt2")
     if onnx and target and target.suffix == ".pt2":
         raise LnrewriteError("LN032", str(target), f"{model} is an ONNX file", "name an .onnx file")
@@ -324,6 +328,48 @@ def _rewrite(
         notes = "".join(f"\nnote: {note}" for note in program.notes)
         ending = "" if target else "\n\ndry run: nothing was written"
         show(f"pipeline   {pipeline}\n{report}{notes}{ending}")
+    return 3 if report.refusals and partial and not preset else 0
+
+
+def _rewrite_folder(
+    model: str,
+    pipeline: Pipeline,
+    output: str,
+    calibrate: str | None,
+    *,
+    partial: bool,
+    force: bool,
+    preset: bool,
+    as_json: bool,
+    quiet: bool,
+    **how: Any,
+) -> int:
+    """Rewrite a transformers folder into another, the body of convert and opt where OUT is no file."""
+    _check_data(calibrate)
+    seed, inputs = how["seed"], how.pop("inputs")
+    if how.pop("factory") or how.pop("device") != "cpu":
+        why = "a folder is read on the CPU, by the class that its config names"
+        raise UsageError("LN003", "--factory, --device", why, "leave them out, or name a .pt2 file as OUT")
+    with working(quiet, f"reading {model}") as say:
+        from .folders import rewrite_folder
+
+        feed = None if calibrate is None else (lambda program: _data(program, calibrate, seed))
+        report = rewrite_folder(
+            model,
+            pipeline,
+            output,
+            calibrate=feed,
+            data=calibrate,
+            partial=partial or preset,
+            force=force,
+            inputs=inputs,
+            progress=say,
+            **how,
+        )
+    if as_json:
+        show(json.dumps(report.to_dict()))
+    elif not quiet:
+        show(f"pipeline   {pipeline}\n{report}")
     return 3 if report.refusals and partial and not preset else 0
 
 

@@ -273,6 +273,31 @@ page(
 page(
     "LN302", "no effect", "A placement was to change and the output did not. This is a fault of ours: please report it."
 )
+page(
+    "LN310",
+    "no place in the module",
+    """A living module keeps its Python: something can be put between its parts only where a value enters or leaves a
+     child module that is called once, or at a sum or product that a forward's source shows. The message says what lies
+     elsewhere. The exported route has no such limits: lnr.convert without live=True, or -o OUT.pt2.""",
+)
+page(
+    "LN314",
+    "cannot be undone",
+    """`unrewrite` puts back what the last `rewrite` of this very module (or of the one it was copied from) changed. It
+     needs the old values (undo=True), and parameters and structure as `rewrite` left them: it would lose training.""",
+)
+page(
+    "LN312",
+    "wrapped module",
+    """The module is compiled, sharded or quantised already, so that its parameters or calls are not its own. Rewrite
+     first, then compile, shard or quantise.""",
+)
+page(
+    "LN313",
+    "not as planned",
+    """A rewritten module, or a folder that was loaded again, does not compute what was planned; everything was put
+     back. Some modules look at a norm beyond calling it (at its weight dtype, say). The exported route works there.""",
+)
 page("LN401", "verification failed", "The two models differ by more than the tolerance; nothing was written.")
 page("LN402", "not comparable", "The models take other inputs or give other outputs; give --input for both.")
 # LN005, LN006: plugins

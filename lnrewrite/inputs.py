@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .backends.capture import dry
 from .diagnostics import LnrewriteError, did_you_mean
 
 BATCH, LENGTH = 2, 16  # sizes of an example: sequences of 16, or shorter where a model takes no longer ones
@@ -227,7 +228,7 @@ def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Ten
 def _trial(module: nn.Module) -> Iterator[None]:
     """Let the module run in eval mode without gradients, and put its modes and the random state back."""
     modes = [(m, m.training) for m in module.modules()]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), dry(module):
         module.eval()
         try:
             yield

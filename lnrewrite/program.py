@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from . import calibration
 from .backends.capture import Capture, capture_module, export_again, from_program, quiet
-from .backends.captured import CapturedModule, stored, with_plain_outputs
+from .backends.captured import Called, CapturedModule, stored, with_plain_outputs
 from .backends.fx_editor import FxEditor
 from .backends.lift import lift
 from .backends.surgery import Surgery
@@ -52,6 +52,11 @@ class Program(Seen):
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
         """Return what a user should know about the capture."""
         return self._capture.notes
+
+    @property
+    def calls(self) -> tuple[Called, ...]:
+        """Return what entered and left the submodules that the capture was told to watch."""
+        return self._capture.calls
 
     def _lift(self) -> OpGraph:
         return lift(self._capture.module)
@@ -281,12 +286,21 @@ def convert(
     blocks: str | None = None,
     partial: bool = False,
     seed: int = 0,
+    live: bool = False,
 ) -> nn.Module:
     """Convert a live module to another placement: nn.Module in, nn.Module out, the original untouched.
 
     to: pre, post, peri, output or none. norm: auto, layer or rms for inserted norms. calibrate: batches (dicts of
-    keyword inputs or tuples); None uses synthetic inputs. Raises Refused where a block cannot be converted.
+    keyword inputs or tuples); None uses synthetic inputs. live: return a rewritten copy of the module itself instead of
+    its captured graph, as `rewrite` makes it in place. Raises Refused where a block cannot be converted.
     """
+    if live:
+        from .live import rewrite
+
+        module = copy.deepcopy(module)
+        how = {"norm": norm, "blocks": blocks, "partial": partial, "seed": seed}
+        rewrite(module, to=to, args=args, kwargs=kwargs, calibrate=calibrate, undo=False, **how)  # type: ignore[arg-type]
+        return module
     options = f"to={to} norm={norm}" + (f" blocks={blocks}" if blocks else "")
     pipeline = Pipeline.parse(f"place{{{options}}}")
     return pipeline.run(capture(module, args, kwargs), calibrate, partial, seed).program.module()

@@ -6,20 +6,19 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ..diagnostics import LnrewriteError
-from .captured import CapturedModule, unlift
-
-Tree = Any
+from .captured import Called, CapturedModule, unlift
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,21 @@ class Capture:
     kwargs: dict[str, Any]
     notes: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = field(default=())
+    calls: tuple[Called, ...] = ()
 
 
 def capture_module(
-    module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, dynamic_shapes: Any = None
+    module: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    children: Callable[[Any, Any], Sequence[str]] | None = None,
 ) -> Capture:
     """Capture a module in eval mode, on its own device and dtype.
 
     dynamic_shapes as torch.export takes it; None lets batch and sequence be dynamic where a run at a second size
-    agrees with the module. Raises LnrewriteError LN023 where torch.export and draft_export both fail.
+    agrees with the module. `children` chooses, by args and kwargs, the submodules of whose calls it is kept what
+    entered and left them. Raises LnrewriteError LN023 where torch.export and draft_export both fail.
     """
     notes: list[str] = []
     positional, keywords = tuple(args), dict(kwargs or {})
@@ -51,11 +56,12 @@ def capture_module(
     if dynamic_shapes is None:
         positional, keywords = _two_rows(positional, keywords)
     positional, keywords = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (positional, keywords))
+    kept_calls = tuple(children(positional, keywords)) if children else ()
     with evaluating(module), quiet():
         if dynamic_shapes is None:
-            program, captured = _dynamic(module, names, positional, keywords, notes)
+            captured = _dynamic(module, names, positional, keywords, notes, kept_calls)
         else:
-            program = _export(module, positional, keywords, dynamic_shapes, notes)
+            program = _export(module, positional, keywords, dynamic_shapes, notes, kept_calls)
             captured = unlift(program, names, _frozen(module))
     dims = tuple(sorted({str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}))
     s = captured.signature
@@ -63,7 +69,7 @@ def capture_module(
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
     if module.training:
         captured.train()
-    return Capture(captured, *kept, tuple(notes), dims)
+    return Capture(captured, *kept, tuple(notes), dims, captured.meta["calls"] if children else ())
 
 
 def from_program(program: ExportedProgram) -> Capture:
@@ -123,6 +129,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             module.train(was[module])
 
 
+def dry(module: nn.Module) -> Any:
+    """Return what a module without weights (on the meta device) runs under: sizes alone, and it is told so."""
+    empty = any(p.is_meta for p in module.parameters())
+    return FakeTensorMode(allow_non_fake_inputs=True) if empty else nullcontext()
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep what torch.export prints and logs to itself; what matters comes back as notes and errors."""
@@ -156,12 +168,15 @@ def _two_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     return twice
 
 
-def _export(module: nn.Module, args: Any, kwargs: Any, shapes: Any, notes: list[str]) -> ExportedProgram:
+def _export(
+    module: nn.Module, args: Any, kwargs: Any, shapes: Any, notes: list[str], children: tuple[str, ...]
+) -> ExportedProgram:
+    how: dict[str, Any] = {"dynamic_shapes": shapes, "strict": False, "preserve_module_call_signature": children}
     try:
-        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+        return torch.export.export(module, args, kwargs, **how)
     except Exception as first:
         try:
-            program = torch.export.draft_export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+            program = torch.export.draft_export(module, args, kwargs, **how)
         except Exception:
             why = f"{type(first).__name__}: {first}"
             remedy = "see `lnrewrite explain LN023`; give inputs that take the path you mean"
@@ -178,8 +193,13 @@ def _auto(value: Any) -> Any:
 
 
 def _dynamic(
-    module: nn.Module, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], notes: list[str]
-) -> tuple[ExportedProgram, CapturedModule]:
+    module: nn.Module,
+    names: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    notes: list[str],
+    children: tuple[str, ...],
+) -> CapturedModule:
     """Export with as many dynamic axes as hold: batch and sequence, batch alone, none."""
     every = pytree.tree_map(_auto, (args, kwargs))
     batch = pytree.tree_map_only(torch.Tensor, lambda t: {0: Dim.AUTO} if t.dim() else None, (args, kwargs))
@@ -192,7 +212,8 @@ def _dynamic(
     for note, spec in attempts:
         shapes = None if spec is None else (*spec[0], *spec[1].values())
         try:
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+            how: dict[str, Any] = {"strict": False, "preserve_module_call_signature": children}
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, **how)
         except Exception:
             if spec is None:
                 break
@@ -201,9 +222,8 @@ def _dynamic(
         if spec is None or holds(module, captured, args, kwargs):
             if note:
                 notes.append(f"{note}: the model did not run, or differed, at a second size")
-            return program, captured
-    program = _export(module, args, kwargs, None, notes)
-    return program, unlift(program, names, _frozen(module))
+            return captured
+    return unlift(_export(module, args, kwargs, None, notes, children), names, _frozen(module))
 
 
 def holds(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

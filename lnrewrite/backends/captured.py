@@ -10,10 +10,12 @@ from typing import Any, Self
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
 DROPOUT = torch.ops.aten.dropout.default
 CLONE = torch.ops.aten.clone.default
+COPIES = {"to", "contiguous", "detach", "alias"}
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
@@ -80,7 +82,9 @@ def unlift(program: ExportedProgram, names: tuple[str, ...], frozen: str = "") -
     The graph is decomposed no further than functional ATen; dropouts of eval mode stay, so that train() can use them.
     """
     rates = {n.name: n.args[1] for n in program.graph.nodes if n.target is DROPOUT}
-    module = program.run_decompositions({}).module(check_guards=False)
+    calls = _take_calls(program)
+    functional = program.run_decompositions({})
+    module = functional.module(check_guards=False)
     for node in module.graph.nodes:
         rate = _dropout_rate(node, rates)
         if rate is not None:
@@ -93,10 +97,45 @@ def unlift(program: ExportedProgram, names: tuple[str, ...], frozen: str = "") -
     captured = CapturedModule(module, module.graph, "CapturedModule")
     captured.meta.update(module.meta)
     captured.meta["lnrewrite"] = signature
+    captured.meta["calls"] = _renamed(calls, program.graph, functional.graph)
     _share_ties(module, captured)
     for m in captured.modules():
         m.training = False
     return captured
+
+
+@dataclass(frozen=True)
+class Called:
+    """Hold what entered and left a submodule: trees of values, and their names in the graph (None: no tensor there)."""
+
+    path: str
+    in_spec: Any
+    out_spec: Any
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+
+
+def _take_calls(program: ExportedProgram) -> list[tuple[str, Any]]:
+    """Take the signatures of submodules out of a program: decomposing it fails where it loses a name they hold."""
+    entries = [e for e in program.module_call_graph if e.fqn and e.signature and "@" not in e.fqn]
+    found = [(e.fqn, e.signature) for e in entries]
+    for entry in entries:
+        entry.signature = None
+    return found
+
+
+def _renamed(calls: list[tuple[str, Any]], before: fx.Graph, after: fx.Graph) -> tuple[Called, ...]:
+    """Name the values of submodules' signatures as a decomposed graph does, which drops copies that copy nothing."""
+    now = {n.name: n.name for n in after.nodes if n.op == "placeholder"}
+    now |= {n.meta["from_node"][-1].name: n.name for n in after.nodes if n.meta.get("from_node")}
+    for node in before.nodes:
+        if node.name not in now and getattr(node.target, "_opname", "") in COPIES:
+            now[node.name] = now.get(node.args[0].name, "")
+
+    def names(arguments: Any) -> tuple[str | None, ...]:
+        return tuple(now.get(a.name) or None if isinstance(a, TensorArgument) else None for a in arguments)
+
+    return tuple(Called(path, s.in_spec, s.out_spec, names(s.inputs), names(s.outputs)) for path, s in calls)
 
 
 def _dropout_rate(node: fx.Node, rates: Mapping[str, Any]) -> float | None:

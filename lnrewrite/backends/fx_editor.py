@@ -54,9 +54,13 @@ class FxEditor:
                 weight = self.call(aten.add.Scalar, (weight, 1.0), weight)
             bias = self.vector(norm.beta)
             if norm.kind is Kind.LAYER:
-                return self.call(aten.layer_norm.default, (x, [width], weight, bias, norm.eps), x)
-            node = self.call(aten.rms_norm.default, (x, [width], weight, norm.eps), x)
-            return node if bias is None else self.call(aten.add.Tensor, (node, bias), x)
+                node = self.call(aten.layer_norm.default, (x, [width], weight, bias, norm.eps), x)
+            else:
+                node = self.call(aten.rms_norm.default, (x, [width], weight, norm.eps), x)
+            node.meta["custom"]["norm"] = name
+            if norm.kind is Kind.LAYER or bias is None:
+                return node
+            return self.call(aten.add.Tensor, (node, bias), x)
 
     def affine(self, x: fx.Node, scale: str | None, shift: str | None) -> fx.Node:
         """Return a new scale * x + shift, right behind `x`."""
@@ -129,17 +133,17 @@ class FxEditor:
         """Return a parameter's present values."""
         tensor = stored(self.module, param)  # a buffer too: stored statistics
         assert tensor is not None
-        return _numpy(tensor)
+        return numpy_of(tensor)
 
     def rows(self, param: str, axis: int) -> Iterator[Floats]:
         """Yield a parameter's present values [..., size of axis]."""
-        return map(_numpy, _pieces(self.module.get_parameter(param), axis))
+        return map(numpy_of, pieces_of(self.module.get_parameter(param), axis))
 
     def transform(self, param: str, axis: int | None, change: Change) -> None:
         """Replace a parameter's values in place, piece by piece."""
         with torch.no_grad():
-            for piece in _pieces(self.module.get_parameter(param), axis):
-                piece.copy_(torch.from_numpy(change(_numpy(piece)).reshape(piece.shape)))
+            for piece in pieces_of(self.module.get_parameter(param), axis):
+                piece.copy_(torch.from_numpy(change(numpy_of(piece)).reshape(piece.shape)))
 
     def create(self, name: str, values: Floats, like: fx.Node) -> str:
         """Register a new parameter near `name`, in the dtype of `like` and on the device of the others."""
@@ -194,7 +198,7 @@ def _origins(node: fx.Node) -> list[fx.Node]:
     return path
 
 
-def _pieces(parameter: torch.Tensor, axis: int | None) -> Iterator[torch.Tensor]:
+def pieces_of(parameter: torch.Tensor, axis: int | None) -> Iterator[torch.Tensor]:
     """Yield views [..., size of axis] of at most about `CHUNK` numbers that make up a parameter; None: one, flat."""
     values = parameter.detach()
     if axis is None or values.dim() == 1:
@@ -204,5 +208,5 @@ def _pieces(parameter: torch.Tensor, axis: int | None) -> Iterator[torch.Tensor]
     yield from rows.split(max(1, CHUNK * len(rows) // max(rows.numel(), 1)))
 
 
-def _numpy(tensor: torch.Tensor) -> Floats:
+def numpy_of(tensor: torch.Tensor) -> Floats:
     return tensor.detach().double().cpu().numpy()

@@ -279,7 +279,8 @@ class Surgery(Generic[Handle]):
     def affine(self, block: Block, op: Affine) -> None:
         """Insert scale * u + shift on the branch's reads, its end, or the skip's edge."""
         edges = {Where.IN: self.entrance, Where.OUT: self.end}.get(op.where, self.skip)(block)
-        node = self.affine_of(edges[0].operand, op, f"{block.name}.{'skip' if op.where is Where.POST else op.where}")
+        place = "skip" if op.where is Where.POST else op.where
+        node = self.affine_of(edges[0].operand, op, f"{block.name}.affine_{place}")
         self.redirect(edges, node)
         if op.where is not Where.POST:
             self.chained[block.name, op.where] = node
@@ -288,8 +289,8 @@ class Surgery(Generic[Handle]):
         """Return scale * x + shift right behind `x`."""
         if isinstance(op.scale, Centre):
             return self.editor.centre(x)
-        scale = self.create(f"{name}_scale", self.value(op.scale), x) if op.scale else None
-        shift = self.create(f"{name}_shift", self.value(op.shift), x) if op.shift else None
+        scale = self.create(f"{name}.scale", self.value(op.scale), x) if op.scale else None
+        shift = self.create(f"{name}.shift", self.value(op.shift), x) if op.shift else None
         return self.editor.affine(x, scale, shift)
 
     def begin(self, stream: Stream, op: Affine) -> None:
@@ -297,7 +298,7 @@ class Surgery(Generic[Handle]):
         name = stream.embedding.origin[0] if op.before and stream.embedding else stream.source
         old = self.stand(name)
         edges = self.editor.readers(old)
-        new = self.affine_of(old, op, f"{stream.name}.source")
+        new = self.affine_of(old, op, f"{stream.name}.affine_source")
         self.redirect(edges, new)
         self.supersede(name, old, new)
 

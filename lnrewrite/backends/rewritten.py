@@ -1,0 +1,334 @@
+"""What a rewritten module is made of, and the recipe that makes it: torch and the standard library alone.
+
+A recipe is a list of changes, as JSON holds them. `apply` carries it out on a module whose weights are loaded later::
+
+    {"module": path, "as": [spec, ...]}                         put a piece (norm, affine, centre) there, or nothing
+    {"before": path, "at": [[name, index]], "by": [path, ...]}  what enters a module passes through pieces first
+    {"after": path, "at": [key], "by": [path, ...]}             what leaves it passes through pieces (None: all of it)
+    {"source": path, "digest": ..., "edits": [...]}             its forward with some sums and products changed
+    {"bias": path, "size": n}                                   a linear map gets a bias
+    {"untie": name}                                             a parameter gets a storage of its own
+
+An edit of a forward names an expression by its place among the function's operations, in the order in which Python
+evaluates them, and by its text: `result`, `left` and `right` are the pieces that a value passes through, `keep` the
+operand that stands for the whole. A forward of another digest is refused. This file goes into the folders that
+lnrewrite writes, so that they load without it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import json
+import linecache
+import textwrap
+import types
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+OPERATIONS = (ast.BinOp, ast.AugAssign, ast.Call)
+"""What an edit of a forward may speak of."""
+
+
+# ---- pieces ----
+
+
+class Norm(nn.Module):
+    """weight * u + bias, u = (x - mean(x)) / sqrt(var(x) + eps) over the last axis; `rms`: x / sqrt(mean(x^2) + eps).
+
+    `plus_one`: the weight is stored less one.
+    """
+
+    def __init__(self, kind: str, width: int, eps: float, weight: bool, bias: bool, plus_one: bool = False) -> None:
+        super().__init__()
+        self.kind, self.width, self.eps, self.plus_one = kind, width, eps, plus_one
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - plus_one)) if weight else None
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + 1.0 if self.plus_one and self.weight is not None else self.weight
+        if self.kind == "layer":
+            return F.layer_norm(x, (self.width,), weight, self.bias, self.eps)
+        y = F.rms_norm(x, (self.width,), weight, self.eps)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, {self.width}, eps={self.eps}" + ", plus_one" * self.plus_one
+
+
+class Affine(nn.Module):
+    """scale * x + shift, one number for each channel or one for all; either may be missing."""
+
+    def __init__(self, scale: Sequence[int] | None = None, shift: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.scale = None if scale is None else nn.Parameter(torch.ones(tuple(scale)))
+        self.shift = None if shift is None else nn.Parameter(torch.zeros(tuple(shift)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.scale is None else x * self.scale
+        return x if self.shift is None else x + self.shift
+
+
+class Centre(nn.Module):
+    """x - mean(x) over the last axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+
+PIECES = {"norm": Norm, "affine": Affine, "centre": Centre}
+
+
+def build(specs: Sequence[Mapping[str, Any]]) -> nn.Module:
+    """Build one piece, several in a row, or what hands its input on."""
+    made = [PIECES[spec["is"]](**{k: v for k, v in spec.items() if k != "is"}) for spec in specs]
+    return made[0] if len(made) == 1 else nn.Sequential(*made) if made else nn.Identity()
+
+
+# ---- hooks: they copy and pickle with their module ----
+
+Place = tuple[nn.Module, str]
+"""Where a piece is: its parent and its name there, so that another may take its place."""
+
+
+class Before:
+    """Send what enters a module under some names through pieces first; a value that enters twice goes through once."""
+
+    def __init__(self, at: Sequence[Sequence[Any]], by: Sequence[Place]) -> None:
+        self.at, self.by = at, list(by)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        args, kwargs, old, new = list(args), dict(kwargs), None, None
+        for name, index in self.at:
+            value = kwargs[name] if name in kwargs else args[index] if index < len(args) else None
+            if value is None:
+                continue
+            if value is not old:
+                old, new = value, through(value, self.by)
+            if name in kwargs:
+                kwargs[name] = new
+            else:
+                args[index] = new
+        return tuple(args), kwargs
+
+
+class After:
+    """Send what leaves a module, or the elements of it that have some keys, through pieces."""
+
+    def __init__(self, at: Sequence[Any], by: Sequence[Place]) -> None:
+        self.at, self.by = at, list(by)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for key in self.at:
+            if key is None or isinstance(output, Tensor):
+                output = through(output, self.by)
+            elif isinstance(output, tuple):
+                items = [through(v, self.by) if i == key else v for i, v in enumerate(output)]
+                output = type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+            else:
+                output[key] = through(output[key], self.by)
+        return output
+
+
+def through(value: Tensor, places: Sequence[Place]) -> Tensor:
+    """Send a value through pieces, one after the other."""
+    for parent, name in places:
+        value = getattr(parent, name)(value)
+    return value
+
+
+# ---- forwards ----
+
+
+def source_of(cls: type) -> tuple[Any, str]:
+    """Return a class's own forward, decorators looked through, and its source. Raises OSError where there is none."""
+    function = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    return function, textwrap.dedent(inspect.getsource(function))
+
+
+def digest_of(source: str) -> str:
+    """Return 16 hex digits of the sha256 of a source, white space left out of account."""
+    return hashlib.sha256(" ".join(source.split()).encode()).hexdigest()[:16]
+
+
+def operations(tree: ast.AST) -> list[ast.AST]:
+    """Return a function's operations in the order in which Python evaluates them: operands before what they make."""
+    found = [op for child in ast.iter_child_nodes(tree) for op in operations(child)]
+    return [*found, tree] if isinstance(tree, OPERATIONS) else found
+
+
+@functools.cache
+def edited(cls: Hashable, digest: str, edits: str) -> type:
+    """Return the class with an edited forward; the same class for the same edits. Raises RuntimeError on a misfit."""
+    assert isinstance(cls, type)
+    function, source = source_of(cls)
+    if digest_of(source) != digest:
+        raise RuntimeError(
+            f"{cls.__qualname__}.forward is not the one that this model was rewritten from: install the library's "
+            "version that config.json names, or rewrite the original model again"
+        )
+    tree = ast.parse(source)
+    spots = operations(tree)
+    for edit in json.loads(edits):
+        if ast.unparse(spots[edit["spot"]]) != edit["text"]:
+            raise RuntimeError(f"{cls.__qualname__}.forward holds no {edit['text']!r} where the edit expects it")
+    changes = {id(spots[edit["spot"]]): edit for edit in json.loads(edits)}
+    tree = ast.fix_missing_locations(_Editing(changes, tree.body[0].args.args[0].arg).visit(tree))  # type: ignore[attr-defined]
+    inner = _compiled(function, tree.body[0], f"<lnrewrite {cls.__qualname__}.forward {digest} {hash_of(edits)}>")
+    forward = _wrapped(cls.forward, function, inner)  # type: ignore[attr-defined]
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {"forward": forward, **names})
+
+
+def hash_of(text: str) -> str:
+    """Return 8 hex digits of a text's sha256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _compiled(function: Any, definition: ast.stmt, name: str) -> Any:
+    """Compile a function's new definition with the globals and the enclosing values of the old; its source is kept."""
+    free = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
+    definition.decorator_list = []  # type: ignore[attr-defined]
+    enclosing = ast.parse(f"def enclosing({', '.join(free)}):\n    return {definition.name}")  # type: ignore[attr-defined]
+    enclosing.body[0].body.insert(0, definition)  # type: ignore[attr-defined]
+    text = ast.unparse(ast.fix_missing_locations(enclosing))
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    flags = function.__code__.co_flags & annotations_flag()
+    code = compile(text, name, "exec", flags=flags, dont_inherit=True)
+    inner = next(c for c in code.co_consts if isinstance(c, types.CodeType))
+    return types.FunctionType(inner, function.__globals__)(**free)
+
+
+def _wrapped(outer: Any, function: Any, new: Any) -> Any:
+    """Return what decorators made of a function, with another function in its place: their closures hold it."""
+    if outer is function:
+        return new
+    below = outer.__wrapped__
+    held = _wrapped(below, function, new)
+    cells = [types.CellType(held if _content(c) is below else _content(c)) for c in outer.__closure__ or ()]
+    if not any(c.cell_contents is held for c in cells):
+        raise RuntimeError(f"{outer.__qualname__} is decorated in a way that hides the function below")
+    made = types.FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, tuple(cells))
+    made.__kwdefaults__ = outer.__kwdefaults__
+    made.__dict__.update(vars(outer), __wrapped__=held)
+    return made
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is not bound yet
+        return None
+
+
+def annotations_flag() -> int:
+    """Return the flag of code compiled under `from __future__ import annotations`."""
+    import __future__
+
+    return __future__.annotations.compiler_flag
+
+
+class _Editing(ast.NodeTransformer):
+    """Edit a forward's operations; `me` is what it calls its module."""
+
+    def __init__(self, changes: Mapping[int, Mapping[str, Any]], me: str) -> None:
+        self.changes, self.me = changes, me
+
+    def visit(self, node: ast.AST) -> Any:
+        """Visit the operands first, then change the operation if an edit speaks of it."""
+        edit = self.changes.get(id(node))
+        node = self.generic_visit(node)
+        if edit is None:
+            return node
+        target = None
+        if isinstance(node, ast.AugAssign):
+            target = node.target
+            loaded = ast.Name(target.id) if isinstance(target, ast.Name) else target
+            node = ast.BinOp(loaded, node.op, node.value)
+        for side in ("left", "right"):
+            if side in edit:
+                held = Operand(node, side)
+                held.set(self.through(held.get(), edit[side]))
+        value: Any = Operand(node, edit["keep"]).get() if "keep" in edit else node
+        value = self.through(value, edit.get("result", ()))
+        return value if target is None else ast.Assign([target], value)
+
+    def through(self, value: Any, pieces: Sequence[str]) -> Any:
+        """Return the calls of pieces, one around the other; a path is followed from the module on."""
+        for path in pieces:
+            found = self.me
+            for part in path.split("."):
+                found = f"{found}.{part}" if part.isidentifier() else f"getattr({found}, {part!r})"
+            value = ast.Call(ast.parse(found, mode="eval").body, [value], [])
+        return value
+
+
+class Operand:
+    """Reach an operation's left or right operand: of a + b, torch.add(a, b), a.add(b)."""
+
+    def __init__(self, node: ast.AST, side: str) -> None:
+        first = side == "left"
+        self.holder: Any = node
+        self.key: Any = side
+        if isinstance(node, ast.Call):
+            called = node.func
+            of_torch = isinstance(called, ast.Attribute) and ast.unparse(called.value) == "torch"
+            method = isinstance(called, ast.Attribute) and not of_torch
+            place = int(not first and not method)
+            self.holder, self.key = (called, "value") if method and first else (node.args, place)
+
+    def get(self) -> Any:
+        return self.holder[self.key] if isinstance(self.holder, list) else getattr(self.holder, self.key)
+
+    def set(self, value: ast.expr) -> None:
+        if isinstance(self.holder, list):
+            self.holder[self.key] = value
+        else:
+            setattr(self.holder, self.key, value)
+
+
+# ---- recipes ----
+
+
+def apply(module: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
+    """Change a module as a recipe says; new parameters hold ones and zeros until their values are loaded."""
+    for change in recipe:
+        if "module" in change:
+            put(module, change["module"], build(change["as"]))
+        elif "bias" in change:
+            module.get_submodule(change["bias"]).bias = nn.Parameter(torch.zeros(change["size"]))
+        elif "untie" in change:
+            path, _, leaf = change["untie"].rpartition(".")
+            holder = module.get_submodule(path)
+            setattr(holder, leaf, nn.Parameter(getattr(holder, leaf).detach().clone()))
+        elif "source" in change:
+            holder = module.get_submodule(change["source"])
+            cls: Any = type(holder)
+            holder.__class__ = edited(cls, change["digest"], json.dumps(change["edits"]))
+        else:
+            parts = [path.rpartition(".") for path in change["by"]]
+            by = [(module.get_submodule(parent), name) for parent, _, name in parts]
+            if "before" in change:
+                hook = Before(change["at"], by)
+                module.get_submodule(change["before"]).register_forward_pre_hook(hook, with_kwargs=True)
+            else:
+                module.get_submodule(change["after"]).register_forward_hook(After(change["at"], by))
+
+
+def put(module: nn.Module, path: str, piece: nn.Module) -> None:
+    """Put a piece at a path, in the mode and in place of what is there; containers on the way are made."""
+    parent, parts = module, path.split(".")
+    for part in parts[:-1]:
+        if not hasattr(parent, part):
+            parent.add_module(part, nn.Module())
+        parent = getattr(parent, part)
+    piece.train(parent.training)
+    setattr(parent, parts[-1], piece) if isinstance(getattr(parent, parts[-1], None), nn.Module) else parent.add_module(
+        parts[-1], piece
+    )

@@ -1,0 +1,438 @@
+"""A transformers folder in, a transformers folder out: weights shard by shard, all other files carried along."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from . import __version__
+from .backends import rewritten
+from .backends.capture import Capture, capture_module
+from .backends.captured import stored
+from .backends.difference import Recipe
+from .backends.lift import parameter_names
+from .backends.ports import children
+from .backends.stored import Store, StoredEditor, on_disk
+from .backends.surgery import Surgery
+from .checkpoints import auto_classes, empty_model
+from .diagnostics import LnrewriteError
+from .forms import Form, identify
+from .inputs import infer_inputs, parse_inputs, vocabulary_of
+from .live import EXACT, RECORD, difference, rewrite
+from .modeling import FILE, KEY, generate, record_of, with_record
+from .open import Opened, open_module
+from .pipeline import Batch, Pipeline
+from .plan import Exactness, Proposal
+from .program import Program
+from .report import Report
+from .stream import Stream
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+"""How names of files end that hold weights or say where they are: these are written anew or left out."""
+
+SHARD = 5 << 30
+"""The size of a shard, in bytes, where the source's shards do not say what goes together."""
+
+
+class StoredProgram(Program):
+    """Hold a model that was captured without its weights: they are read from the folder when something asks."""
+
+    def __init__(self, capture: Capture, store: Store, **how: Any) -> None:
+        super().__init__(capture, **how)
+        self.store, self.names = store, parameter_names(capture.module)
+
+    def _held(self, param: str) -> torch.Tensor | None:
+        known = stored(self._capture.module, param) is not None
+        return self.store.read(self.names[param]) if known else None
+
+    @property
+    def narrow(self) -> bool:
+        """Say no: nothing is run on the weights, so that no drift is measured."""
+        return False
+
+    def apply(
+        self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
+    ) -> tuple[Self, int]:
+        """Carry the structure's edits out on a copy, and note those of the weights."""
+        module, store = copy.deepcopy(self._capture.module), self.store.fork()
+        vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
+        count = Surgery(StoredEditor(module, store), self.graph, vectors).carry_out(edits, label)
+        capture = replace(self._capture, module=module)
+        return type(self)(capture, store, format=self.format, tokenizer=self.tokenizer), count
+
+
+@dataclass(frozen=True)
+class Source:
+    """Hold where a folder's safetensors are: the file of each key, and the key of each parameter by its first name."""
+
+    files: dict[str, Path]
+    keys: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: Path, module: nn.Module) -> Source | None:
+        """Look at a folder's safetensors; None where they do not hold each parameter as the network has it."""
+        index = folder / INDEX
+        names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {SINGLE}
+        paths = [folder / name for name in sorted(names)]
+        if not all(p.is_file() for p in paths):
+            return None
+        files, first = on_disk(paths), parameter_names(module)
+        prefix = f"{getattr(module, 'base_model_prefix', '')}."
+        keys: dict[str, str] = {}
+        for key in files:
+            name = next((n for n in (key, prefix + key, key.removeprefix(prefix)) if n in first), None)
+            if name is not None:
+                keys.setdefault(first[name], key)
+        whole = {first[n] for n, _ in module.named_parameters()} <= keys.keys()
+        return cls(files, keys) if whole else None
+
+    def key(self, name: str) -> str:
+        """Return the key for a new name: with or without the prefix, as its neighbours have it."""
+        near = max(self.keys, key=lambda n: len(os.path.commonprefix([n, name])))
+        key = self.keys[near]
+        if near.endswith(key) and name.startswith(cut := near.removesuffix(key)):
+            return name.removeprefix(cut)
+        return key.removesuffix(near) + name if key.endswith(near) else name
+
+
+@dataclass(frozen=True)
+class Done:
+    """Hold a rewritten model that is to be written: `read` gives the tensor of a name of `module`'s state."""
+
+    report: Report
+    module: nn.Module
+    names: frozenset[str]
+    changes: list[dict[str, Any]]
+    source: Source | None
+    read: Callable[[str], torch.Tensor]
+    check: Callable[[Path], None]
+
+
+def rewrite_folder(
+    model: str,
+    pipeline: Pipeline,
+    output: str | os.PathLike[str],
+    *,
+    calibrate: Callable[[Program], Iterable[Batch] | None] | None = None,
+    data: str | None = None,
+    partial: bool = False,
+    seed: int = 0,
+    force: bool = False,
+    trust_pickle: bool = False,
+    trust_remote_code: bool = False,
+    inputs: Sequence[str] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Run a pipeline on a transformers checkpoint folder and write a folder: shards, config, tokenizer, all of it.
+
+    Where the passes look at no activations, the weights are streamed: one shard's changed tensors are in memory at a
+    time. Else the model is loaded and rewritten in place (see `rewrite`), and what was written is loaded again and
+    compared. A result that is no architecture of transformers' own gets a modeling file: it needs
+    `trust_remote_code=True` to load, and not lnrewrite. `calibrate` gives batches for the captured program, `inputs`
+    are `--input` specifications. Written whole or not at all. Raises Refused, LnrewriteError LN025, LN310, LN313, and
+    what opening the folder raises.
+    """
+    form, say = identify(model), progress or (lambda message: None)
+    assert form.path is not None
+    target = check_folder(output, form.path, force)
+    done = None
+    if all(item.exactness < Exactness.CALIBRATED and not item.needs_data for item in pipeline.passes):
+        done = _streamed(form, pipeline, partial, seed, inputs, say, trust_remote_code)
+    if done is None:
+        say(f"loading {model}")
+        opened = open_module(model, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
+        done = _loaded(form, opened, pipeline, calibrate, data, partial, seed, inputs, say)
+    with _whole(target) as folder:
+        _write(folder, form.path, done, str(pipeline), say)
+        say("checking what was written")
+        done.check(folder)
+    return replace(done.report, output=str(target))
+
+
+def _streamed(
+    form: Form,
+    pipeline: Pipeline,
+    partial: bool,
+    seed: int,
+    inputs: Sequence[str],
+    say: Callable[[str], None],
+    trust_remote_code: bool,
+) -> Done | None:
+    """Rewrite a model without its weights; None where the folder does not hold them as the network names them."""
+    assert form.path is not None
+    keys = on_disk(sorted(form.path.glob("*.safetensors")))
+    if not keys:
+        return None
+    module = empty_model(form, _dtype(keys), trust_remote_code=trust_remote_code)
+    source = Source.read(form.path, module)
+    if source is None:
+        return None
+    buffers = {n: b.clone() for n, b in module.named_buffers()}
+    module.to("meta")
+    given = _inputs(module, inputs, seed)
+    given = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), given)
+    names = frozenset(module.state_dict())
+    taken = capture_module(module, (), given, children=lambda a, k: children(module, a, k))
+    store = Store({n: (source.files[key], key) for n, key in source.keys.items()}, buffers)
+    program = StoredProgram(taken, store, format=form.format)
+    result = pipeline.run(program, None, partial, seed, progress=say)
+    note = "the weights were streamed and nothing was run; lnrewrite verify compares the two folders"
+    report = replace(result.report, notes=(*result.report.notes, note))
+    recipe = difference(module, program, result.program) if result.program is not program else Recipe()
+    rewritten.apply(module, recipe.changes)
+    shapes = {n: t.shape for n, t in module.state_dict().items()}
+
+    def read(name: str) -> torch.Tensor:
+        if name in recipe.neutral:
+            return torch.full(shapes[name], recipe.neutral[name], dtype=store.raw(name).dtype)
+        after = result.program
+        origin = recipe.values.get(name, name)
+        return after.store.read(after.names.get(origin, origin))
+
+    def check(folder: Path) -> None:
+        """Let the folder be opened without its weights, and find a weight for every parameter."""
+        found = identify(str(folder))
+        if Source.read(folder, empty_model(found, torch.float32)) is None:
+            raise LnrewriteError("LN313", str(folder), "parameters are missing from what was written", "report this")
+
+    return Done(report, module, names, recipe.changes, source, read, check)
+
+
+def _dtype(files: Mapping[str, Path]) -> torch.dtype:
+    """Return the dtype of a checkpoint's largest kind of weights, as its first file has it."""
+    from safetensors import safe_open
+
+    path = next(iter(files.values()))
+    with safe_open(path, framework="pt") as file:
+        tensors = [file.get_tensor(key) for key in file.keys()]  # noqa: SIM118
+    floats = [t for t in tensors if t.is_floating_point()]
+    return max(floats, key=torch.Tensor.numel).dtype if floats else torch.float32
+
+
+def _inputs(module: nn.Module, specs: Sequence[str], seed: int) -> dict[str, Any]:
+    """Return keyword inputs: as specified, else inferred."""
+    if specs:
+        return dict(parse_inputs(list(specs), seed=seed, vocabulary=vocabulary_of(module)).kwargs)
+    return dict(infer_inputs(module, seed).kwargs)
+
+
+def _loaded(
+    form: Form,
+    opened: Opened,
+    pipeline: Pipeline,
+    calibrate: Callable[[Program], Iterable[Batch] | None] | None,
+    data: str | None,
+    partial: bool,
+    seed: int,
+    inputs: Sequence[str],
+    say: Callable[[str], None],
+) -> Done:
+    """Rewrite a model that is in memory, in place."""
+    module = opened.module
+    assert module is not None and form.path is not None
+    names, given = frozenset(module.state_dict()), _inputs(module, inputs, seed)
+    source = Source.read(form.path, module)
+    batches = None
+    if calibrate is not None:
+        say("reading the calibration data")
+        batches = calibrate(Program(capture_module(module, (), given), format=opened.kind, tokenizer=opened.tokenizer))
+    report = rewrite(
+        module,
+        pipeline,
+        kwargs=given,
+        calibrate=batches,
+        partial=partial,
+        seed=seed,
+        undo=False,
+        data=data,
+        progress=say,
+    )
+    records = vars(module).get(RECORD, [])
+
+    def check(folder: Path) -> None:
+        """Load what was written and compare."""
+        again = open_module(str(folder)).module
+        assert again is not None
+        with torch.no_grad():
+            pairs = zip(tensors_of(module(**given)), tensors_of(again(**given)), strict=True)
+            worst = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
+        if not worst <= EXACT:
+            why = f"loaded again, its outputs are {worst:.1e} (relative) from the rewritten model's"
+            raise LnrewriteError("LN313", str(form.path), why, "take -o OUT.pt2, and report this model")
+
+    state = module.state_dict()
+    changes = records[-1].recipe if records else []
+    return Done(report, module, names, changes, source, state.__getitem__, check)
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the floating point tensors of a model's output."""
+    leaves = pytree.tree_leaves(output)
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
+
+
+# ---- writing ----
+
+
+def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> Path:
+    """Return the folder to write. Raises LnrewriteError LN025 where it cannot be."""
+    target = Path(output)
+    parent = target.absolute().parent
+    if target.exists():
+        if target.resolve() == source.resolve() or source.resolve().is_relative_to(target.resolve()):
+            raise LnrewriteError("LN025", str(output), "it holds the source", "choose another name")
+        if not target.is_dir():
+            raise LnrewriteError("LN025", str(output), "it is a file", "name a folder, or a .pt2 or .onnx file")
+        if not force:
+            raise LnrewriteError("LN025", str(output), "it exists", "choose another name or use --force")
+    if not parent.is_dir():
+        raise LnrewriteError("LN025", str(output), "its folder does not exist", "make the folder first")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise LnrewriteError("LN025", str(output), "it would lie in the source folder", "choose another place")
+    needed = sum(p.stat().st_size for p in source.iterdir() if p.is_file())
+    if (free := shutil.disk_usage(parent).free) < needed:
+        why = f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free"
+        raise LnrewriteError("LN025", str(output), why, "free some room or choose another folder")
+    return target
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """Give a folder beside the target that takes its place when all went well, and is gone when not."""
+    try:
+        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".lnrewrite-") as room:
+            whole, old = Path(room, "whole"), Path(room, "old")
+            whole.mkdir()
+            yield whole
+            if target.exists():
+                os.rename(target, old)
+            os.rename(whole, target)
+    except OSError as why:
+        raise LnrewriteError("LN025", str(target), str(why), "free some room or choose another folder") from why
+
+
+def _write(folder: Path, source: Path, done: Done, pipeline: str, say: Callable[[str], None]) -> None:
+    """Write weights, config, the modeling file where one is needed, and copy everything else."""
+    content = json.loads((source / "config.json").read_bytes())
+    if any("untie" in change for change in done.changes):
+        for part in (content, content.get("text_config")):
+            if isinstance(part, dict) and ("tie_word_embeddings" in part or part is content):
+                part["tie_word_embeddings"] = False
+    structural = [change for change in done.changes if "untie" not in change]
+    if structural:
+        content = _recorded(content, done.module, structural, pipeline)
+        (folder / FILE).write_text(generate(content[KEY]))
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    for path in sorted(p for p in source.rglob("*") if p.is_file()):
+        name = path.relative_to(source)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if hidden or path.name.endswith(WEIGHTS) or str(name) == "config.json" or (folder / name).exists():
+            continue
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
+    _write_weights(folder, list(_shards(done)), say)
+
+
+def _recorded(content: dict[str, Any], module: nn.Module, changes: list[Any], pipeline: str) -> dict[str, Any]:
+    """Return a config.json with what was done, after what was done before. Raises LN310 for a class of other code."""
+    import transformers
+
+    before = record_of(content)
+    if before is None:
+        cls, config = type(module), type(module.config)
+        names = {key: f"{c.__module__}.{c.__qualname__}" for key, c in (("model", cls), ("config", config))}
+        autos = auto_classes(module)
+    else:
+        names = {key: before[key] for key in ("model", "config")}
+        autos = [name for name in content["auto_map"] if name != "AutoConfig"]
+    versions = {"lnrewrite": __version__, "transformers": transformers.__version__}
+    done = {**names, **versions, "pipeline": pipeline, "changes": [*(before or {"changes": []})["changes"], *changes]}
+    try:
+        generate(done)
+    except ValueError as error:
+        remedy = "take -o OUT.pt2, or rewrite the loaded module (lnr.rewrite)"
+        raise LnrewriteError("LN310", type(module).__name__, str(error), remedy) from error
+    return with_record(content, done, autos)
+
+
+Shard = list[tuple[str, Callable[[], torch.Tensor]]]
+
+
+def _shards(done: Done) -> Iterator[Shard]:
+    """Yield what goes into each file: keys, and what reads their tensors; new keys go into the last."""
+    first = parameter_names(done.module)
+    state = [n for n in done.module.state_dict() if first.get(n, n) == n]
+    shard: Shard = []
+    if done.source is None:
+        size = 0
+        for name in state:
+            shard.append((name, _Later(done.read, name)))
+            size += done.read(name).nbytes
+            if size >= SHARD or name == state[-1]:
+                yield shard
+                size, shard = 0, []
+        return
+    source, left = done.source, dict.fromkeys(state)
+    own = {key: name for name, key in source.keys.items()}
+    paths = list(dict.fromkeys(source.files.values()))
+    for path in paths:
+        shard = []
+        for key in (k for k, p in source.files.items() if p == path):
+            name = own.get(key, "")
+            if not name:
+                shard.append((key, _Later(_raw(path), key)))
+            elif name in left:
+                shard.append((key, _Later(done.read, name)))
+                del left[name]
+        if path == paths[-1]:
+            shard += [(source.key(name), _Later(done.read, name)) for name in left]
+        yield shard
+
+
+@dataclass(frozen=True)
+class _Later:
+    """Read a tensor when it is called."""
+
+    read: Callable[[str], torch.Tensor]
+    name: str
+
+    def __call__(self) -> torch.Tensor:
+        return self.read(self.name)
+
+
+def _raw(path: Path) -> Callable[[str], torch.Tensor]:
+    from safetensors import safe_open
+
+    opened: Any = safe_open
+    return lambda key: opened(path, framework="pt").get_tensor(key)
+
+
+def _write_weights(folder: Path, shards: list[Shard], say: Callable[[str], None]) -> None:
+    """Write each shard to a file, and an index where there are several."""
+    shards = [shard for shard in shards if shard]
+    where: dict[str, str] = {}
+    size = 0
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        say(f"writing {name}")
+        tensors = {key: read().detach().contiguous() for key, read in shard}
+        size += sum(t.nbytes for t in tensors.values())
+        save_file(tensors, folder / name, {"format": "pt"})
+        where |= dict.fromkeys(tensors, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,310 @@
+"""Live modules: the plan carried out on a module's own Python, with caches, training and everything around kept."""
+
+from __future__ import annotations
+
+import copy
+import inspect as python
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import lnrewrite as lnr
+import zoo
+from nets import randomise
+
+PLACEMENTS = ("pre", "post", "peri", "output", "none")
+HEADS = {
+    **{name: zoo.ZOO[name] for name in ("llama", "gpt2", "opt", "gemma2", "gpt_neox", "bloom", "olmo2", "mixtral")},
+    "opt.post": zoo.ZOO["opt.post"],
+    "t5": replace(zoo.ZOO["t5"], model="T5ForConditionalGeneration"),
+    "bart": replace(zoo.ZOO["bart"], model="BartForConditionalGeneration"),
+    "whisper": replace(zoo.ZOO["whisper"], model="WhisperForConditionalGeneration"),
+}
+"""Twelve architectures with a causal or sequence-to-sequence head: pre, post, peri, output, parallel, experts."""
+
+Inputs = dict[str, Tensor]
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Any, Inputs]]:
+    """Return what builds one of HEADS."""
+
+    def build(name: str) -> tuple[Any, Inputs]:
+        monkeypatch.setitem(zoo.ZOO, name, HEADS[name])
+        module, inputs = zoo.build(name)
+        module.config.use_cache = True
+        if module.config.is_encoder_decoder:
+            module.generation_config.decoder_start_token_id = 1
+        return module, {k: v.contiguous() for k, v in inputs.items()}
+
+    return build
+
+
+def logits(module: Any, inputs: Inputs) -> Tensor:
+    with torch.no_grad():
+        return module(**inputs, use_cache=False).logits
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= 1e-5 * b.abs().max())
+
+
+def same_state(module: nn.Module, state: dict[str, Tensor]) -> bool:
+    now = module.state_dict()
+    return list(now) == list(state) and all(torch.equal(now[k], state[k]) for k in state)
+
+
+def cloned(module: nn.Module) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_outputs_equal_the_exported_route_and_the_cache_works(name: str, built: Any) -> None:
+    """`rewrite` itself proves each result against the rewritten graph (1e-5); one is compared with `convert` too."""
+    module, inputs = built(name)
+    state, before = cloned(module), logits(module, inputs)
+    exported = lnr.convert(module, "peri", kwargs=inputs)(**inputs).logits
+    for to in PLACEMENTS:
+        report = lnr.rewrite(module, to=to, kwargs=inputs)
+        if to == "peri":
+            assert near(logits(module, inputs), exported)
+        assert not near(logits(module, inputs), before) or not report.edits
+        given = {k: v for k, v in inputs.items() if k in ("input_ids", "input_features")}
+        how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        with_cache = module.generate(**given, use_cache=True, **how)
+        assert torch.equal(with_cache, module.generate(**given, use_cache=False, **how))
+        if report.edits:
+            lnr.unrewrite(module)
+        assert same_state(module, state) and torch.equal(logits(module, inputs), before)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("to", ["peri", "post"])
+def test_training_compiling_copying(name: str, to: str, built: Any) -> None:
+    module, inputs = built(name)
+    lnr.rewrite(module, to=to, kwargs=inputs)
+    want = logits(module, inputs)
+    assert torch.equal(logits(copy.deepcopy(module), inputs), want)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert near(logits(compiled, inputs), want)
+    module.train()
+    module.gradient_checkpointing_enable()
+    labels = inputs.get("decoder_input_ids", inputs["input_ids"])
+    torch.manual_seed(0)
+    module(**inputs, labels=labels).loss.backward()
+    gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    assert set(gradients) == {n for n, _ in module.named_parameters()}
+    assert any("norm_out" in n or "norm_post" in n for n in gradients)
+    module.gradient_checkpointing_disable()
+    module.zero_grad()
+    torch.manual_seed(0)
+    module(**inputs, labels=labels).loss.backward()
+    assert all(torch.allclose(p.grad, gradients[n], atol=1e-6) for n, p in module.named_parameters())
+
+
+class Layer(nn.Module):
+    """Two sublayers, in the styles people write sums in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.a, self.drop = nn.Linear(8, 8), nn.Dropout(0.1)
+        self.f = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor, times: float = 1.0) -> Tensor:
+        x += self.drop(self.a(self.n1(x))) * times
+        return x.add(self.drop(self.f(self.n2(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
+        layer = Layer()
+        self.layers = nn.ModuleList(layer if shared else Layer() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.fixture
+def net() -> tuple[nn.Module, Inputs]:
+    torch.manual_seed(0)
+    return randomise(Net()).eval(), {"ids": torch.randint(0, 11, (4, 6))}
+
+
+def test_there_and_back_again_and_undone(net: tuple[nn.Module, Inputs]) -> None:
+    """Post needs edited forwards: `x += f` and `x.add(f)`; back to pre edits the edited ones; a copy undoes its own."""
+    module, inputs = net
+    state, want = cloned(module), module(**inputs)
+    lnr.rewrite(module, to="post", kwargs=inputs)
+    assert lnr.capture(module, kwargs=inputs).inspect()["placement"] == "post"
+    assert ".norm_post(x + " in python.getsource(python.unwrap(type(module.layers[0]).forward))
+    assert type(module.layers[1]) is type(module.layers[2])
+    assert "layers.0.a.norm_post.weight" in module.state_dict() and "layers.0.f_norm_post.weight" in module.state_dict()
+    post, twin = module(**inputs), copy.deepcopy(module)
+    lnr.rewrite(module, to="pre", kwargs=inputs)
+    assert lnr.capture(module, kwargs=inputs).inspect()["placement"] == "pre"
+    lnr.unrewrite(module)
+    assert torch.equal(module(**inputs), post)
+    lnr.unrewrite(module)
+    assert same_state(module, state) and torch.equal(module(**inputs), want) and type(module.layers[0]) is Layer
+    assert torch.equal(twin(**inputs), post)
+    lnr.unrewrite(twin)
+    assert same_state(twin, state) and torch.equal(twin(**inputs), want)
+
+
+def test_parameters_stay_the_same_objects(net: tuple[nn.Module, Inputs]) -> None:
+    module, inputs = net
+    before = dict(module.named_parameters())
+    lnr.rewrite(module, "fold-affine,layernorm-to-rmsnorm", kwargs=inputs)
+    after = dict(module.named_parameters())
+    assert {n for n in before if n in after} and all(after[n] is before[n] for n in before if n in after)
+    exported = lnr.Pipeline.parse("fold-affine,layernorm-to-rmsnorm").run(lnr.capture(module, kwargs=inputs))
+    assert exported.report.edits == 0 or near(exported.program.module()(**inputs), module(**inputs))
+
+
+def test_a_folded_gain_stays_as_ones(net: tuple[nn.Module, Inputs]) -> None:
+    module, inputs = net
+    want = module(**inputs)
+    lnr.rewrite(module, "fold-affine", kwargs=inputs)
+    assert isinstance(module.layers[0].n1, nn.LayerNorm) and bool((module.layers[0].n1.weight == 1).all())
+    assert bool((module.layers[0].n1.bias == 0).all())
+    assert near(module(**inputs), want)
+
+
+def test_convert_gives_a_living_copy(net: tuple[nn.Module, Inputs]) -> None:
+    module, inputs = net
+    state = cloned(module)
+    living = lnr.convert(module, "peri", kwargs=inputs, live=True)
+    assert isinstance(living, Net) and same_state(module, state)
+    assert near(living(**inputs), lnr.convert(module, "peri", kwargs=inputs)(**inputs))
+
+
+def test_train_mode_is_kept(net: tuple[nn.Module, Inputs]) -> None:
+    module, inputs = net
+    module.train()
+    module.layers[1].eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lnr.rewrite(module, to="peri", kwargs=inputs)
+    assert module.training and not module.layers[1].a.training and module.layers[0].a.norm_out.training
+
+
+# ---- right, or refused with the reason, and nothing changed ----
+
+
+def refused(module: nn.Module, inputs: Inputs, code: str, match: str, **how: Any) -> None:
+    state, classes = cloned(module), [type(m) for m in module.modules()]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in module.modules()]
+    with pytest.raises(lnr.LnrewriteError, match=match) as caught:
+        lnr.rewrite(module, kwargs=inputs, **how)
+    assert caught.value.code == code
+    assert same_state(module, state) and [type(m) for m in module.modules()] == classes
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in module.modules()] == hooks
+    assert "_lnrewrite" not in vars(module)
+
+
+def test_a_module_that_is_called_several_times(net: tuple[nn.Module, Inputs]) -> None:
+    refused(randomise(Net(shared=True)).eval(), net[1], "LN310", "layers.0.* is called 3 times", to="peri")
+
+
+def test_a_forward_without_source(net: tuple[nn.Module, Inputs]) -> None:
+    module, inputs = net
+    space: dict[str, Any] = {}
+    exec("def forward(self, x):\n    x = x + self.a(self.n1(x))\n    return x + self.f(self.n2(x))", space)
+    hidden = type("Hidden", (Layer,), {"forward": space["forward"]})
+    for layer in module.layers:
+        layer.__class__ = hidden
+    refused(module, inputs, "LN310", "its source", to="post")
+    want = lnr.convert(module, "peri", kwargs=inputs)(**inputs)
+    lnr.rewrite(module, to="peri", kwargs=inputs)  # needs no source: the branch is a child's output
+    assert near(module(**inputs), want)
+
+
+def test_a_module_that_looks_at_its_norm() -> None:
+    module, inputs = zoo.build("mamba")
+    refused(module, inputs, "LN313", "AttributeError", to="none")
+
+
+def test_wrapped_modules(net: tuple[nn.Module, Inputs]) -> None:
+    module, inputs = net
+    module.layers[0] = torch.compile(module.layers[0], backend="eager")
+    with pytest.raises(lnr.LnrewriteError, match="LN312 layers.0: it is compiled"):
+        lnr.rewrite(module, to="peri", kwargs=inputs)
+
+
+def test_wrong_plans_are_caught(net: tuple[nn.Module, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were a piece put somewhere else, or a value not carried over, the proof would tell."""
+    from lnrewrite import live
+
+    module, inputs = net
+    real = live.difference
+
+    def forgetful(*args: Any) -> Any:
+        recipe = real(*args)
+        recipe.changes = [c for c in recipe.changes if c.get("after") != "layers.1.f"]
+        return recipe
+
+    monkeypatch.setattr(live, "difference", forgetful)
+    refused(module, inputs, "LN313", "from what was planned", to="peri")
+
+
+def test_hooks_that_are_there_already(net: tuple[nn.Module, Inputs]) -> None:
+    """A hook that changes a branch is part of the model: the norm comes after it, and undoing leaves it alone."""
+    module, inputs = net
+    seen: list[Tensor] = []
+    module.layers[0].a.register_forward_hook(lambda m, args, out: out * 1.5)
+    module.layers[1].f.register_forward_pre_hook(lambda m, args: (args[0] + 0.25,))
+    module.layers[2].register_forward_hook(lambda m, args, out: seen.append(out.detach()))
+    want, before = lnr.convert(module, "peri", kwargs=inputs)(**inputs), module(**inputs)
+    lnr.rewrite(module, to="peri", kwargs=inputs)
+    assert near(module(**inputs), want) and not near(before, want)
+    lnr.unrewrite(module)
+    seen.clear()
+    assert torch.equal(module(**inputs), before) and len(seen) == 1
+
+
+def test_parametrised_layers(net: tuple[nn.Module, Inputs]) -> None:
+    module, inputs = net
+    parametrizations.weight_norm(module.layers[0].f[2])
+    want = lnr.convert(module, "peri", kwargs=inputs)(**inputs)
+    lnr.rewrite(module, to="peri", kwargs=inputs)
+    assert near(module(**inputs), want)
+
+
+def test_tied_heads(built: Any) -> None:
+    """A tied head stays tied where an edit allows; untied on request, its config says so, and undone it is tied."""
+    module, inputs = built("gpt2")
+    assert module.lm_head.weight is module.transformer.wte.weight
+    lnr.rewrite(module, to="peri", kwargs=inputs)
+    assert module.lm_head.weight is module.transformer.wte.weight
+    lnr.unrewrite(module)
+    lnr.rewrite(module, "untie,fold-affine{final=true}", kwargs=inputs)
+    assert module.lm_head.weight is not module.transformer.wte.weight and not module.config.tie_word_embeddings
+    lnr.unrewrite(module)
+    assert module.lm_head.weight is module.transformer.wte.weight and module.config.tie_word_embeddings
+
+
+def test_unrewrite_says_why_not(net: tuple[nn.Module, Inputs]) -> None:
+    module, inputs = net
+    with pytest.raises(lnr.LnrewriteError, match="LN314.*no rewrite"):
+        lnr.unrewrite(module)
+    lnr.rewrite(module, to="peri", kwargs=inputs, undo=False)
+    with pytest.raises(lnr.LnrewriteError, match="LN314.*not kept"):
+        lnr.unrewrite(module)
+    other, _ = randomise(Net()).eval(), None
+    lnr.rewrite(other, to="peri", kwargs=inputs)
+    with torch.no_grad():
+        other.layers[0].a.weight += 1
+    with pytest.raises(lnr.LnrewriteError, match="LN314 weights: they were changed since"):
+        lnr.unrewrite(other)
