@@ -8,30 +8,33 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors.torch import save_file
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from . import __version__
 from .backends import rewritten
-from .backends.capture import Capture, capture_module
-from .backends.captured import stored
+from .backends.capture import Capture, capture_module, quiet
+from .backends.captured import CapturedModule, stored
 from .backends.difference import Recipe
 from .backends.lift import parameter_names
 from .backends.ports import children
-from .backends.stored import Store, StoredEditor, on_disk
+from .backends.shards import Stored, Writer, stored_in
+from .backends.stored import Store, StoredEditor
 from .backends.surgery import Surgery
+from .calibration import flat_inputs
 from .checkpoints import auto_classes, empty_model
 from .diagnostics import LnrewriteError
 from .forms import Form, identify
 from .inputs import infer_inputs, parse_inputs, vocabulary_of
-from .live import EXACT, RECORD, difference, rewrite
+from .live import EXACT, RECORD, ROUNDED, difference, rewrite
 from .modeling import FILE, KEY, generate, record_of, with_record
 from .open import Opened, open_module
 from .pipeline import Batch, Pipeline
@@ -79,7 +82,7 @@ class StoredProgram(Program):
 class Source:
     """Hold where a folder's safetensors are: the file of each key, and the key of each parameter by its first name."""
 
-    files: dict[str, Path]
+    files: dict[str, Stored]
     keys: dict[str, str]
 
     @classmethod
@@ -90,7 +93,8 @@ class Source:
         paths = [folder / name for name in sorted(names)]
         if not all(p.is_file() for p in paths):
             return None
-        files, first = on_disk(paths), parameter_names(module)
+        files = {key: where for path in paths for key, where in stored_in(path).items()}
+        first = parameter_names(module)
         prefix = f"{getattr(module, 'base_model_prefix', '')}."
         keys: dict[str, str] = {}
         for key in files:
@@ -115,10 +119,10 @@ class Done:
 
     report: Report
     module: nn.Module
-    names: frozenset[str]
     changes: list[dict[str, Any]]
     source: Source | None
     read: Callable[[str], torch.Tensor]
+    form: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
     check: Callable[[Path], None]
 
 
@@ -174,53 +178,59 @@ def _streamed(
 ) -> Done | None:
     """Rewrite a model without its weights; None where the folder does not hold them as the network names them."""
     assert form.path is not None
-    keys = on_disk(sorted(form.path.glob("*.safetensors")))
-    if not keys:
+    paths = sorted(form.path.glob("*.safetensors"))
+    if not paths:
         return None
-    module = empty_model(form, _dtype(keys), trust_remote_code=trust_remote_code)
+    dtype = _dtype(stored_in(paths[0]))
+    module = empty_model(form, dtype, trust_remote_code=trust_remote_code)
     source = Source.read(form.path, module)
     if source is None:
         return None
     buffers = {n: b.clone() for n, b in module.named_buffers()}
     module.to("meta")
-    given = _inputs(module, inputs, seed)
-    given = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), given)
-    names = frozenset(module.state_dict())
-    taken = capture_module(module, (), given, children=lambda a, k: children(module, a, k))
-    store = Store({n: (source.files[key], key) for n, key in source.keys.items()}, buffers)
+    empty = _inputs(module, inputs, seed)
+    fixed: dict[str, Any] = {}  # no axis needs to be dynamic where nothing is run
+    taken = capture_module(module, (), empty, fixed, lambda a, k: children(module, a, k))
+    store = Store({n: source.files[key] for n, key in source.keys.items()}, buffers)
     program = StoredProgram(taken, store, format=form.format)
     result = pipeline.run(program, None, partial, seed, progress=say)
-    note = "the weights were streamed and nothing was run; lnrewrite verify compares the two folders"
+    note = "the weights were streamed: lnrewrite verify compares the two folders with both in memory"
     report = replace(result.report, notes=(*result.report.notes, note))
     recipe = difference(module, program, result.program) if result.program is not program else Recipe()
     rewritten.apply(module, recipe.changes)
-    shapes = {n: t.shape for n, t in module.state_dict().items()}
+    after = result.program
+
+    def known(name: str) -> str:
+        origin = recipe.values.get(name, name)
+        return after.names.get(origin, origin)
 
     def read(name: str) -> torch.Tensor:
         if name in recipe.neutral:
-            return torch.full(shapes[name], recipe.neutral[name], dtype=store.raw(name).dtype)
-        after = result.program
-        origin = recipe.values.get(name, name)
-        return after.store.read(after.names.get(origin, origin))
+            dtype, shape = after.store.form(name)
+            return torch.full(shape, recipe.neutral[name], dtype=dtype)
+        return after.store.read(known(name))
 
     def check(folder: Path) -> None:
-        """Let the folder be opened without its weights, and find a weight for every parameter."""
-        found = identify(str(folder))
-        if Source.read(folder, empty_model(found, torch.float32)) is None:
-            raise LnrewriteError("LN313", str(folder), "parameters are missing from what was written", "report this")
+        """Open the folder without its weights; where its structure is new, run it and the plan, weights from disk."""
+        again = empty_model(identify(str(folder)), dtype)
+        written = Source.read(folder, again)
+        if written is None:
+            raise _not_as_planned(form, "what was written lacks weights that the network has")
+        if recipe.changes:
+            _check_ties(form, module, again)
+            now = Store({n: written.files[key] for n, key in written.keys.items()}, dict(again.named_buffers()))
+            captured = capture_module(again.to("meta"), (), empty, fixed).module
+            given = _drawn(empty, program.id_limits(), seed)
+            plan = _run(after.module(), after.names, after.store, given)
+            _compare(form, plan, _run(captured, parameter_names(captured), now, given))
 
-    return Done(report, module, names, recipe.changes, source, read, check)
+    return Done(report, module, recipe.changes, source, read, lambda name: after.store.form(known(name)), check)
 
 
-def _dtype(files: Mapping[str, Path]) -> torch.dtype:
-    """Return the dtype of a checkpoint's largest kind of weights, as its first file has it."""
-    from safetensors import safe_open
-
-    path = next(iter(files.values()))
-    with safe_open(path, framework="pt") as file:
-        tensors = [file.get_tensor(key) for key in file.keys()]  # noqa: SIM118
-    floats = [t for t in tensors if t.is_floating_point()]
-    return max(floats, key=torch.Tensor.numel).dtype if floats else torch.float32
+def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
+    """Return the dtype of the largest tensor of floating point numbers."""
+    floats = [where for where in files.values() if where.dtype.is_floating_point]
+    return max(floats, key=lambda where: prod(where.shape)).dtype if floats else torch.float32
 
 
 def _inputs(module: nn.Module, specs: Sequence[str], seed: int) -> dict[str, Any]:
@@ -244,7 +254,7 @@ def _loaded(
     """Rewrite a model that is in memory, in place."""
     module = opened.module
     assert module is not None and form.path is not None
-    names, given = frozenset(module.state_dict()), _inputs(module, inputs, seed)
+    given = _inputs(module, inputs, seed)
     source = Source.read(form.path, module)
     batches = None
     if calibrate is not None:
@@ -267,22 +277,81 @@ def _loaded(
         """Load what was written and compare."""
         again = open_module(str(folder)).module
         assert again is not None
+        _check_ties(form, module, again)
         with torch.no_grad():
-            pairs = zip(tensors_of(module(**given)), tensors_of(again(**given)), strict=True)
-            worst = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
-        if not worst <= EXACT:
-            why = f"loaded again, its outputs are {worst:.1e} (relative) from the rewritten model's"
-            raise LnrewriteError("LN313", str(form.path), why, "take -o OUT.pt2, and report this model")
+            _compare(form, module(**given), again(**given))
 
     state = module.state_dict()
     changes = records[-1].recipe if records else []
-    return Done(report, module, names, changes, source, state.__getitem__, check)
+
+    def shape(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return state[name].dtype, tuple(state[name].shape)
+
+    return Done(report, module, changes, source, state.__getitem__, shape, check)
 
 
-def tensors_of(output: Any) -> list[torch.Tensor]:
-    """Return the floating point tensors of a model's output."""
-    leaves = pytree.tree_leaves(output)
-    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
+def _compare(form: Form, planned: Any, found: Any) -> None:
+    """Raise LnrewriteError LN313 where two models' outputs differ by more than their dtype rounds."""
+    leaves = [[t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in (planned, found)]
+    pairs = [(a.double(), b.double()) for a, b in zip(*leaves, strict=True) if a.is_floating_point() and a.numel()]
+    worst = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
+    narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in leaves[0])
+    if not worst <= (ROUNDED if narrow else EXACT):
+        why = f"loaded again, its outputs are {worst:.1e} (relative) from what was planned"
+        raise _not_as_planned(form, why)
+
+
+def _check_ties(form: Form, module: nn.Module, again: nn.Module) -> None:
+    """Raise LnrewriteError LN313 where a class ties again what was untied."""
+    ours, theirs = parameter_names(module), parameter_names(again)
+    if tied := next((n for n, first in theirs.items() if n != first and ours.get(n) == n), None):
+        raise _not_as_planned(form, f"{type(again).__name__} ties {tied} to {theirs[tied]} whatever its config says")
+
+
+def _not_as_planned(form: Form, why: str) -> LnrewriteError:
+    remedy = "take -o OUT.pt2, or rewrite the loaded module (lnr.rewrite)"
+    return LnrewriteError("LN313", f"model {form.name!r}", why, remedy)
+
+
+def _drawn(inputs: Mapping[str, Any], rows: Mapping[str, int], seed: int) -> dict[str, Any]:
+    """Return inputs with values for inputs without: ids below a table's rows, ones, or normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str, like: Any) -> Any:
+        if not isinstance(like, torch.Tensor):
+            return like
+        if like.is_floating_point():
+            return torch.randn(like.shape, generator=generator).to(like.dtype)
+        ids = torch.randint(rows[name], like.shape, generator=generator) if name in rows else torch.ones(like.shape)
+        return ids.to(like.dtype)
+
+    return {name: draw(name, like) for name, like in inputs.items()}
+
+
+def _run(module: CapturedModule, names: Mapping[str, str], store: Store, inputs: Mapping[str, Any]) -> Any:
+    """Run a captured module whose weights are on disk: each is read when it is used, and dropped."""
+    given = {k: v for k, v in inputs.items() if k not in module.signature.constants}
+    with torch.no_grad(), quiet():
+        flat = flat_inputs(module, given)
+        return _Reading(module, lambda name: store.read(names[name])).run(*flat, enable_io_processing=False)
+
+
+class _Reading(fx.Interpreter):
+    """Run a graph that was captured on the meta device, on the CPU."""
+
+    def __init__(self, module: CapturedModule, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__(module)
+        self.read = read
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self.read(str(target)) if isinstance(value, torch.Tensor) and value.is_meta else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        def here(value: Any) -> Any:
+            return torch.device("cpu") if value == torch.device("meta") else value
+
+        return super().call_function(target, tuple(map(here, args)), {k: here(v) for k, v in kwargs.items()})
 
 
 # ---- writing ----
@@ -369,70 +438,57 @@ def _recorded(content: dict[str, Any], module: nn.Module, changes: list[Any], pi
     return with_record(content, done, autos)
 
 
-Shard = list[tuple[str, Callable[[], torch.Tensor]]]
+Shard = dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], Callable[[], torch.Tensor]]]
+"""What goes into a file: each key's dtype and shape, and what reads it."""
 
 
 def _shards(done: Done) -> Iterator[Shard]:
-    """Yield what goes into each file: keys, and what reads their tensors; new keys go into the last."""
+    """Yield what goes into each file; new keys go into the last."""
     first = parameter_names(done.module)
-    state = [n for n in done.module.state_dict() if first.get(n, n) == n]
-    shard: Shard = []
-    if done.source is None:
-        size = 0
-        for name in state:
-            shard.append((name, _Later(done.read, name)))
-            size += done.read(name).nbytes
-            if size >= SHARD or name == state[-1]:
+    left = dict.fromkeys(n for n in done.module.state_dict() if first.get(n, n) == n)
+
+    def entry(name: str) -> Any:
+        del left[name]
+        return done.form(name), lambda: done.read(name)
+
+    source, shard = done.source, Shard()
+    if source is None:
+        for name in list(left):
+            shard[name] = entry(name)
+            if not left or sum(prod(shape) * dtype.itemsize for (dtype, shape), _ in shard.values()) >= SHARD:
                 yield shard
-                size, shard = 0, []
+                shard = {}
         return
-    source, left = done.source, dict.fromkeys(state)
     own = {key: name for name, key in source.keys.items()}
-    paths = list(dict.fromkeys(source.files.values()))
+    paths = list(dict.fromkeys(where.path for where in source.files.values()))
     for path in paths:
-        shard = []
-        for key in (k for k, p in source.files.items() if p == path):
-            name = own.get(key, "")
-            if not name:
-                shard.append((key, _Later(_raw(path), key)))
-            elif name in left:
-                shard.append((key, _Later(done.read, name)))
-                del left[name]
+        shard = {}
+        for key, where in source.files.items():
+            if where.path == path and key not in own:
+                shard[key] = (where.dtype, where.shape), where.read
+            elif where.path == path and own[key] in left:
+                shard[key] = entry(own[key])
         if path == paths[-1]:
-            shard += [(source.key(name), _Later(done.read, name)) for name in left]
+            shard |= {source.key(name): entry(name) for name in list(left)}
         yield shard
 
 
-@dataclass(frozen=True)
-class _Later:
-    """Read a tensor when it is called."""
-
-    read: Callable[[str], torch.Tensor]
-    name: str
-
-    def __call__(self) -> torch.Tensor:
-        return self.read(self.name)
-
-
-def _raw(path: Path) -> Callable[[str], torch.Tensor]:
-    from safetensors import safe_open
-
-    opened: Any = safe_open
-    return lambda key: opened(path, framework="pt").get_tensor(key)
-
-
 def _write_weights(folder: Path, shards: list[Shard], say: Callable[[str], None]) -> None:
-    """Write each shard to a file, and an index where there are several."""
+    """Write each shard to a file, several tensors at once, and an index where there are several files."""
     shards = [shard for shard in shards if shard]
     where: dict[str, str] = {}
     size = 0
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         say(f"writing {name}")
-        tensors = {key: read().detach().contiguous() for key, read in shard}
-        size += sum(t.nbytes for t in tensors.values())
-        save_file(tensors, folder / name, {"format": "pt"})
-        where |= dict.fromkeys(tensors, name)
+        with Writer(folder / name, {key: form for key, (form, _) in shard.items()}) as file, _pool() as pool:
+            list(pool.map(lambda key, file=file, shard=shard: file.write(key, shard[key][1]()), shard))
+        size += file.size
+        where |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, torch.get_num_threads()))

@@ -55,7 +55,7 @@ def capture_module(
         notes.append("use_cache=False was set: a cache in the outputs cannot be captured")
     if dynamic_shapes is None:
         positional, keywords = _two_rows(positional, keywords)
-    positional, keywords = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (positional, keywords))
+    positional, keywords = pytree.tree_map_only(torch.Tensor, _apart(), (positional, keywords))
     kept_calls = tuple(children(positional, keywords)) if children else ()
     with evaluating(module), quiet():
         if dynamic_shapes is None:
@@ -155,6 +155,18 @@ def _frozen(module: nn.Module) -> str:
         return "batch norm"
     rates = [v for m in module.modules() if not isinstance(m, nn.Dropout) for k, v in vars(m).items() if "dropout" in k]
     return "the dropout inside attention" if any(isinstance(v, float) and v > 0 for v in rates) else ""
+
+
+def _apart() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes inputs contiguous, and apart: torch.export takes one that is given twice for one input."""
+    seen: set[int] = set()
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        twice = id(tensor) in seen
+        seen.add(id(tensor))
+        return tensor.clone() if twice else tensor.contiguous()
+
+    return own
 
 
 def _two_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

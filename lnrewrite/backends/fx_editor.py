@@ -82,8 +82,9 @@ class FxEditor:
     def untie(self, linear: fx.Node, param: str, fresh: str) -> None:
         """Let one node read its own copy of a parameter, under another name that the parameter has or a new one."""
         tensor = self.module.get_parameter(param)
-        names = self.module.named_parameters(remove_duplicate=False)
-        name = next((n for n, p in names if p is tensor and n != param), None) or self.fresh(fresh)
+        tied = [n for n, p in self.module.named_parameters(remove_duplicate=False) if p is tensor and n != param]
+        owner = [path for path, _ in (linear.meta.get("nn_module_stack") or {}).values()]
+        name = min(tied, key=lambda n: n.rpartition(".")[0] not in owner, default=None) or self.fresh(fresh)
         path = next(path for path in map(_origins, linear.all_input_nodes) if self.holds(path[-1], tensor))
         for node in self.graph.find_nodes(op="get_attr", target=name):
             node.target = param

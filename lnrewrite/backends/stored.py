@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
-from safetensors import safe_open
 from torch import fx, nn
 
+from ..diagnostics import LnrewriteError
 from .captured import CapturedModule, register
 from .fx_editor import FxEditor, numpy_of, pieces_of
 from .lift import parameter_names
+from .shards import Stored
 from .values import Change, Floats
 
 Edits = tuple[tuple[int | None, Change], ...]
@@ -22,13 +20,12 @@ Edits = tuple[tuple[int | None, Change], ...]
 class Store:
     """Hold where parameters lie on disk, and the changes that they have yet to go through.
 
-    files: the file and the key of each parameter, by its first name. held: tensors that are in no file.
+    files: where each parameter is, by its first name. held: tensors that are in no file.
     """
 
-    def __init__(self, files: Mapping[str, tuple[Path, str]], held: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, files: Mapping[str, Stored], held: Mapping[str, torch.Tensor]) -> None:
         self.files, self.held = dict(files), dict(held)
         self.edits: dict[str, Edits] = {}
-        self.opened: tuple[Path, Any] | None = None
 
     def fork(self) -> Store:
         """Return a store of its own with the same changes pending."""
@@ -36,26 +33,25 @@ class Store:
         other.edits = dict(self.edits)
         return other
 
-    def raw(self, name: str) -> torch.Tensor:
-        """Return a parameter as it is stored; the file stays open for the next."""
-        if name in self.held:
-            return self.held[name]
-        path, key = self.files[name]
-        if self.opened is None or self.opened[0] != path:
-            self.opened = path, safe_open(path, framework="pt")
-        tensor: torch.Tensor = self.opened[1].get_tensor(key)
-        return tensor
+    def form(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return a parameter's dtype and shape."""
+        found = self.held.get(name)
+        where = self.files[name] if found is None else found
+        return where.dtype, tuple(where.shape)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a parameter with its pending changes done, in the dtype in which it is stored."""
+        """Return a parameter with its pending changes done, in the dtype in which it is stored.
+
+        Raises LnrewriteError LN024 where what was changed holds NaN or infinite values.
+        """
         edits = self.edits.get(name, ())
-        tensor = self.raw(name)
-        if not edits:
-            return tensor
-        tensor = tensor.clone()
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            for axis, change in edits:
-                list(pool.map(lambda piece, change=change: _change(piece, change), pieces_of(tensor, axis)))
+        tensor = self.held[name].clone() if name in self.held else self.files[name].read()
+        for axis, change in edits:
+            for piece in pieces_of(tensor, axis):
+                piece.copy_(torch.from_numpy(change(numpy_of(piece)).reshape(piece.shape)))
+                if not piece.isfinite().all():
+                    remedy = "repair or re-download the weights, or store them in a wider dtype"
+                    raise LnrewriteError("LN024", name, "changed, it holds NaN or infinite values", remedy)
         return tensor
 
     def edit(self, name: str, axis: int | None, change: Change) -> None:
@@ -69,10 +65,6 @@ class Store:
             self.held[name] = self.held[source]
         else:
             self.files[name] = self.files[source]
-
-
-def _change(piece: torch.Tensor, change: Change) -> None:
-    piece.copy_(torch.from_numpy(change(numpy_of(piece)).reshape(piece.shape)))
 
 
 class StoredEditor(FxEditor):
@@ -111,12 +103,3 @@ class StoredEditor(FxEditor):
         for name in [n for n, first in names.items() if n == first != self.names.get(n)]:
             self.store.copy(name, before)
         self.names = names
-
-
-def on_disk(files: Sequence[Path]) -> dict[str, Path]:
-    """Return in which safetensors file each key is."""
-    found: dict[str, Path] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    return found

@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 Change = Callable[[Floats], Floats]
 """Gives new values for rows [..., channels], whatever their number."""
 
-CHUNK = 1 << 22
+CHUNK = 1 << 18
 """How many numbers of a parameter are held in float64 at a time."""
 
 

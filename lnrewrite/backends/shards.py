@@ -1,0 +1,104 @@
+"""Read and write single tensors of safetensors files, from several threads at once, so that no file is ever held whole.
+
+The format (huggingface.co/docs/safetensors): eight bytes for the header's length, a JSON header that maps keys to
+dtype, shape and place, then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Hold where one tensor is in a file."""
+
+    path: Path
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor, in memory of its own."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        view, done = _bytes(tensor), 0
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            while done < len(view):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise OSError(f"{self.path.name} ends before {self.key} does")
+                done += count
+        return tensor
+
+
+def stored_in(path: Path) -> dict[str, Stored]:
+    """Return what a file holds, by key. Raises KeyError for a dtype that torch lacks."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        key: Stored(path, key, DTYPES[row["dtype"]], tuple(row["shape"]), 8 + length + row["data_offsets"][0])
+        for key, row in header.items()
+    }
+
+
+class Writer:
+    """Write a safetensors file tensor by tensor, in any order; wide dtypes lie first, so that all are aligned."""
+
+    def __init__(self, path: Path, forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self.places: dict[str, int] = {}
+        end = 0
+        for key, (dtype, shape) in sorted(forms.items(), key=lambda form: (-form[1][0].itemsize, form[0])):
+            start, end = end, end + prod(shape) * dtype.itemsize
+            header[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            self.places[key] = start
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.data, self.size = 8 + len(text), end
+        self.file = path.open("wb", buffering=0)
+        self.file.write(len(text).to_bytes(8, "little") + text)
+        self.file.truncate(self.data + end)
+
+    def write(self, key: str, tensor: torch.Tensor) -> None:
+        """Write one tensor at its place."""
+        view, done = _bytes(tensor.detach().cpu().contiguous()), 0
+        while done < len(view):
+            done += os.pwrite(self.file.fileno(), view[done:], self.data + self.places[key] + done)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.flatten().view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")  # type: ignore[arg-type]
