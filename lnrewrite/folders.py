@@ -115,13 +115,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Done:
-    """Hold a rewritten model that is to be written: `read` gives the tensor of a name of `module`'s state."""
+    """Hold a rewritten model that is to be written: `read` gives the pieces of a tensor of `module`'s state."""
 
     report: Report
     module: nn.Module
     changes: list[dict[str, Any]]
     source: Source | None
-    read: Callable[[str], torch.Tensor]
+    read: Callable[[str], Iterable[torch.Tensor]]
     form: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
     check: Callable[[Path], None]
 
@@ -204,11 +204,11 @@ def _streamed(
         origin = recipe.values.get(name, name)
         return after.names.get(origin, origin)
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Iterable[torch.Tensor]:
         if name in recipe.neutral:
             dtype, shape = after.store.form(name)
-            return torch.full(shape, recipe.neutral[name], dtype=dtype)
-        return after.store.read(known(name))
+            return [torch.full(shape, recipe.neutral[name], dtype=dtype)]
+        return after.store.pieces(known(name))
 
     def check(folder: Path) -> None:
         """Open the folder without its weights; where its structure is new, run it and the plan, weights from disk."""
@@ -287,7 +287,7 @@ def _loaded(
     def shape(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         return state[name].dtype, tuple(state[name].shape)
 
-    return Done(report, module, changes, source, state.__getitem__, shape, check)
+    return Done(report, module, changes, source, lambda name: [state[name]], shape, check)
 
 
 def _compare(form: Form, planned: Any, found: Any) -> None:
@@ -438,8 +438,8 @@ def _recorded(content: dict[str, Any], module: nn.Module, changes: list[Any], pi
     return with_record(content, done, autos)
 
 
-Shard = dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], Callable[[], torch.Tensor]]]
-"""What goes into a file: each key's dtype and shape, and what reads it."""
+Shard = dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], Callable[[], Iterable[torch.Tensor]]]]
+"""What goes into a file: each key's dtype and shape, and what reads it, in pieces."""
 
 
 def _shards(done: Done) -> Iterator[Shard]:
@@ -465,7 +465,7 @@ def _shards(done: Done) -> Iterator[Shard]:
         shard = {}
         for key, where in source.files.items():
             if where.path == path and key not in own:
-                shard[key] = (where.dtype, where.shape), where.read
+                shard[key] = (where.dtype, where.shape), where.rows
             elif where.path == path and own[key] in left:
                 shard[key] = entry(own[key])
         if path == paths[-1]:
@@ -474,21 +474,32 @@ def _shards(done: Done) -> Iterator[Shard]:
 
 
 def _write_weights(folder: Path, shards: list[Shard], say: Callable[[str], None]) -> None:
-    """Write each shard to a file, several tensors at once, and an index where there are several files."""
+    """Write each shard to a file, several files at once, and an index where there are several."""
     shards = [shard for shard in shards if shard]
-    where: dict[str, str] = {}
-    size = 0
-    for number, shard in enumerate(shards, 1):
-        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [SINGLE] if len(shards) == 1 else names
+
+    def write(name: str, shard: Shard) -> int:
         say(f"writing {name}")
-        with Writer(folder / name, {key: form for key, (form, _) in shard.items()}) as file, _pool() as pool:
-            list(pool.map(lambda key, file=file, shard=shard: file.write(key, shard[key][1]()), shard))
-        size += file.size
-        where |= dict.fromkeys(shard, name)
+        with Writer(folder / name, {key: form for key, (form, _) in shard.items()}) as file:
+            for key in file.places:
+                file.write(key, shard[key][1]())
+        return file.size
+
+    with _threads() as pool:
+        size = sum(pool.map(write, names, shards))
     if len(shards) > 1:
+        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": size}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, torch.get_num_threads()))
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Give one thread for each core, none of which starts threads of its own."""
+    count = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(count)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,6 +30,9 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+PIECE = 1 << 22
+"""How many bytes are read at a time: memory that is used again costs no page faults."""
+
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -46,15 +49,31 @@ class Stored:
     def read(self) -> torch.Tensor:
         """Return the tensor, in memory of its own."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        view, done = _bytes(tensor), 0
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start)
-            while done < len(view):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise OSError(f"{self.path.name} ends before {self.key} does")
-                done += count
+            self.fill(tensor, file)
         return tensor
+
+    def rows(self) -> Iterator[torch.Tensor]:
+        """Yield the tensor's rows along its last axis, many at a time, all in the same memory."""
+        width = self.shape[-1] if self.shape else 1
+        count = prod(self.shape) // max(width, 1)
+        held = torch.empty((max(1, PIECE // max(1, width * self.dtype.itemsize)), width), dtype=self.dtype)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            for start in range(0, count, len(held)):
+                piece = held[: count - start]
+                self.fill(piece, file)
+                yield piece
+
+    def fill(self, tensor: torch.Tensor, file: Any) -> None:
+        """Read a contiguous tensor's bytes from where a file stands."""
+        view, done = _bytes(tensor), 0
+        while done < len(view):
+            count = file.readinto(view[done:])
+            if not count:
+                raise OSError(f"{self.path.name} ends before {self.key} does")
+            done += count
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
@@ -87,11 +106,14 @@ class Writer:
         self.file.write(len(text).to_bytes(8, "little") + text)
         self.file.truncate(self.data + end)
 
-    def write(self, key: str, tensor: torch.Tensor) -> None:
-        """Write one tensor at its place."""
-        view, done = _bytes(tensor.detach().cpu().contiguous()), 0
-        while done < len(view):
-            done += os.pwrite(self.file.fileno(), view[done:], self.data + self.places[key] + done)
+    def write(self, key: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Write one tensor at its place, piece by piece as its bytes follow each other."""
+        place = self.data + self.places[key]
+        for piece in pieces:
+            view = _bytes(piece.detach().cpu().contiguous())
+            while len(view):
+                count = os.pwrite(self.file.fileno(), view, place)
+                view, place = view[count:], place + count
 
     def __enter__(self) -> Self:
         return self

@@ -42,17 +42,32 @@ class Store:
     def read(self, name: str) -> torch.Tensor:
         """Return a parameter with its pending changes done, in the dtype in which it is stored.
 
-        Raises LnrewriteError LN024 where what was changed holds NaN or infinite values.
+        Raises LnrewriteError LN024 where a changed value is NaN or too large for that dtype.
         """
-        edits = self.edits.get(name, ())
         tensor = self.held[name].clone() if name in self.held else self.files[name].read()
-        for axis, change in edits:
+        for axis, change in self.edits.get(name, ()):
             for piece in pieces_of(tensor, axis):
-                piece.copy_(torch.from_numpy(change(numpy_of(piece)).reshape(piece.shape)))
-                if not piece.isfinite().all():
-                    remedy = "repair or re-download the weights, or store them in a wider dtype"
-                    raise LnrewriteError("LN024", name, "changed, it holds NaN or infinite values", remedy)
+                self.change(name, piece, change)
         return tensor
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield what `read` returns in pieces whose bytes follow each other: rows, where changes go along rows."""
+        edits, where = self.edits.get(name, ()), self.files.get(name)
+        if name in self.held or where is None or any(axis != len(where.shape) - 1 for axis, _ in edits):
+            yield self.read(name)
+            return
+        for rows in where.rows():
+            for _, change in edits:
+                for piece in pieces_of(rows, -1):
+                    self.change(name, piece, change)
+            yield rows
+
+    def change(self, name: str, piece: torch.Tensor, change: Change) -> None:
+        new = change(numpy_of(piece))
+        if new.size and not max(new.max(), -new.min()) <= torch.finfo(piece.dtype).max:
+            remedy = "repair or re-download the weights, or store them in a wider dtype"
+            raise LnrewriteError("LN024", name, f"changed, it does not fit {piece.dtype}", remedy)
+        piece.copy_(torch.from_numpy(new.reshape(piece.shape)))
 
     def edit(self, name: str, axis: int | None, change: Change) -> None:
         """Ask for a change of a parameter."""
