@@ -7,6 +7,7 @@ on once, and rewritten in whatever form it came: detection and passes see neithe
 
     model -> backend -> operator graph -> detect -> Stream -> passes -> edits -> backend -> model
                                                                                   ONNX -> target forms -> file
+                                                       a living module <- recipe <- difference of two torch graphs
 
 A pass *proposes*: it looks at an immutable `Stream` and returns whole edits (the norm and what compensates it),
 refusals (a code, why, what to do), and the sites that it does not speak of. Every site of a stream ends as one of the
@@ -18,7 +19,7 @@ pipeline's is the maximum over the passes that edited something, and `verify` ta
 Layers; imports go down only, and tests/test_layers.py enforces it:
 
     cli                                             nothing imports it
-    program, onnx_program, exporting, open, ...     torch and onnx, each imported inside what needs it
+    program, live, folders, onnx_program, ...       torch and onnx, each imported inside what needs it
     targets/                                        the forms that norms have in ONNX, and what a target runs best
     backends/                                       lift a graph, apply edits to it: torch.fx and ONNX
     detect/                                         norms recognised by their algebra; residual blocks

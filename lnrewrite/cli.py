@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .pipeline import Batch, Pipeline
     from .program import Program
 
+OUT = "What to write: .pt2, .onnx, or of a checkpoint folder a folder."
 PLACEMENTS = ("pre", "post", "peri", "output", "none")
 
 
@@ -100,7 +101,7 @@ def inspect(model: str, as_json: bool, quiet: bool, verbose: bool, **how: Any) -
 @main.command()
 @click.argument("model")
 @click.option("--to", "to", required=True, metavar="PLACEMENT", help="pre, post, peri, output or none.")
-@click.option("-o", "--output", required=True, metavar="OUT", help="The file to write: .pt2, or .onnx.")
+@click.option("-o", "--output", required=True, metavar="OUT", help=OUT)
 @click.option("--norm", default="auto", show_default=True, help="Kind of inserted norms: auto, layer or rms.")
 @click.option("--blocks", metavar="SELECT", help="name-glob, 3, 0-5, first:25%, last:2, attention, mlp, joined by ';'.")
 @_options(model=True, writes=True)
@@ -124,7 +125,7 @@ def convert(model: str, to: str, output: str, norm: str, blocks: str | None, **h
 @click.argument("model")
 @click.option("--passes", "text", metavar="PIPELINE", help="pass{option=value},pass,... (see `lnrewrite passes`).")
 @click.option("--preset", metavar="NAME", help="A named pipeline; runs as with --partial.")
-@click.option("-o", "--output", metavar="OUT", help="The file to write: .pt2, or .onnx.")
+@click.option("-o", "--output", metavar="OUT", help=OUT)
 @click.option("--dry-run", is_flag=True, help="Say what would be done and write nothing.")
 @_options(model=True, writes=True)
 def opt(model: str, text: str | None, preset: str | None, output: str | None, dry_run: bool, **how: Any) -> int:
@@ -313,7 +314,7 @@ def _rewrite(
         program = _load(model, **how)
         if calibrate is not None:
             say(f"reading {calibrate}")
-        data = _data(program, calibrate, how["seed"])
+        data = _feed(calibrate, how["seed"])(program)
         result = pipeline.run(program, data, partial or preset, how["seed"], data=calibrate, progress=say, consume=True)
         report = replace(result.report, output=None if target is None else str(target))
         if preset and report.refusals and not report.edits:
@@ -353,7 +354,7 @@ def _rewrite_folder(
     with working(quiet, f"reading {model}") as say:
         from .folders import rewrite_folder
 
-        feed = None if calibrate is None else (lambda program: _data(program, calibrate, seed))
+        feed = _feed(calibrate, seed) if calibrate else None
         report = rewrite_folder(
             model,
             pipeline,
@@ -397,38 +398,13 @@ def _check_data(calibrate: str | None) -> None:
         raise LnrewriteError("LN022", f"data {calibrate!r}", "there is no such file", remedy)
 
 
-def _data(program: Program | OnnxProgram, calibrate: str | None, seed: int) -> list[Batch] | None:
-    """Read --calibrate and run the model on its first batch. Raises LN022 where that does not work.
-
-    A model whose one integer input looks up a table of 256 rows, and which has no tokenizer, reads bytes.
-    """
+def _feed(calibrate: str | None, seed: int) -> Callable[[Any], list[Batch] | None]:
+    """Return what reads --calibrate for a program."""
     if calibrate is None:
-        return None
-    import torch
+        return lambda program: None
+    from .data import calibration_for
 
-    from .data import load_data
-
-    limits = program.id_limits()
-    bytes_in = len(limits) == 1 and set(limits.values()) == {256} and not program.tokenizer
-    example = program.example_inputs()
-    axes = program.dynamic_axes()
-    batches = load_data(calibrate, example, program.tokenizer, seed, dynamic=axes, byte_level=bytes_in, limit=64)
-    what = f"data {calibrate!r}"
-    for name, rows in limits.items():
-        found = [int(id) for b in batches if name in b and b[name].numel() for id in b[name].aminmax()]
-        if wrong := [id for id in found if not 0 <= id < rows]:
-            why = f"{name} holds {wrong[0]} and the model's table has {rows} rows"
-            raise LnrewriteError("LN022", what, why, "use the model's own tokenizer")
-    try:
-        with torch.no_grad():
-            program.module()(**batches[0])
-    except (RuntimeError, IndexError, ValueError, AssertionError) as error:
-        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batches[0].items())
-        why = f"the model fails on {shapes}: {str(error).partition(chr(10))[0]}"
-        raise LnrewriteError(
-            "LN022", what, why, "give inputs that the model takes, no longer than its context"
-        ) from error
-    return [*batches]
+    return lambda program: [*calibration_for(program, calibrate, seed)]
 
 
 if __name__ == "__main__":

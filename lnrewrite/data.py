@@ -66,6 +66,30 @@ def load_data(
     return _batches(data, arrays, wanted, dynamic)[:limit]
 
 
+def calibration_for(program: Any, data: str, seed: int = 0) -> list[Batch]:
+    """Read DATA for a program and run its module on the first batch. Raises LnrewriteError LN022 where that fails.
+
+    A model whose one integer input looks up a table of 256 rows, and which has no tokenizer, reads bytes.
+    """
+    limits = program.id_limits()
+    bytes_in = len(limits) == 1 and set(limits.values()) == {256} and not program.tokenizer
+    how: dict[str, Any] = {"dynamic": program.dynamic_axes(), "byte_level": bytes_in, "limit": 64}
+    batches = load_data(data, program.example_inputs(), program.tokenizer, seed, **how)
+    for name, rows in limits.items():
+        found = [int(id) for b in batches if name in b and b[name].numel() for id in b[name].aminmax()]
+        if wrong := [id for id in found if not 0 <= id < rows]:
+            why = f"{name} holds {wrong[0]} and the model's table has {rows} rows"
+            raise _bad(data, why, "use the model's own tokenizer")
+    try:
+        with torch.no_grad():
+            program.module()(**batches[0])
+    except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batches[0].items())
+        why = f"the model fails on {shapes}: {str(error).partition(chr(10))[0]}"
+        raise _bad(data, why, "give inputs that the model takes, no longer than its context") from error
+    return batches
+
+
 def synthetic(
     example: Mapping[str, Any], vocabulary: Mapping[str, int] | None = None, batches: int = 8, seed: int = 0
 ) -> list[Batch]:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -19,36 +14,28 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from . import __version__
 from .backends import rewritten
 from .backends.capture import Capture, capture_module, quiet
 from .backends.captured import CapturedModule, stored
 from .backends.difference import Recipe
 from .backends.lift import parameter_names
 from .backends.ports import children
-from .backends.shards import Stored, Writer, stored_in
+from .backends.shards import Stored, stored_in
 from .backends.stored import Store, StoredEditor
 from .backends.surgery import Surgery
 from .calibration import flat_inputs
-from .checkpoints import auto_classes, empty_model
+from .checkpoints import empty_model
 from .diagnostics import LnrewriteError
+from .folder_writing import Done, Source, check_folder, whole, write_folder
 from .forms import Form, identify
 from .inputs import infer_inputs, parse_inputs, vocabulary_of
 from .live import EXACT, RECORD, ROUNDED, difference, rewrite
-from .modeling import FILE, KEY, generate, record_of, with_record
 from .open import Opened, open_module
 from .pipeline import Batch, Pipeline
 from .plan import Exactness, Proposal
 from .program import Program
 from .report import Report
 from .stream import Stream
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
-"""How names of files end that hold weights or say where they are: these are written anew or left out."""
-
-SHARD = 5 << 30
-"""The size of a shard, in bytes, where the source's shards do not say what goes together."""
 
 
 class StoredProgram(Program):
@@ -76,54 +63,6 @@ class StoredProgram(Program):
         count = Surgery(StoredEditor(module, store), self.graph, vectors).carry_out(edits, label)
         capture = replace(self._capture, module=module)
         return type(self)(capture, store, format=self.format, tokenizer=self.tokenizer), count
-
-
-@dataclass(frozen=True)
-class Source:
-    """Hold where a folder's safetensors are: the file of each key, and the key of each parameter by its first name."""
-
-    files: dict[str, Stored]
-    keys: dict[str, str]
-
-    @classmethod
-    def read(cls, folder: Path, module: nn.Module) -> Source | None:
-        """Look at a folder's safetensors; None where they do not hold each parameter as the network has it."""
-        index = folder / INDEX
-        names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {SINGLE}
-        paths = [folder / name for name in sorted(names)]
-        if not all(p.is_file() for p in paths):
-            return None
-        files = {key: where for path in paths for key, where in stored_in(path).items()}
-        first = parameter_names(module)
-        prefix = f"{getattr(module, 'base_model_prefix', '')}."
-        keys: dict[str, str] = {}
-        for key in files:
-            name = next((n for n in (key, prefix + key, key.removeprefix(prefix)) if n in first), None)
-            if name is not None:
-                keys.setdefault(first[name], key)
-        whole = {first[n] for n, _ in module.named_parameters()} <= keys.keys()
-        return cls(files, keys) if whole else None
-
-    def key(self, name: str) -> str:
-        """Return the key for a new name: with or without the prefix, as its neighbours have it."""
-        near = max(self.keys, key=lambda n: len(os.path.commonprefix([n, name])))
-        key = self.keys[near]
-        if near.endswith(key) and name.startswith(cut := near.removesuffix(key)):
-            return name.removeprefix(cut)
-        return key.removesuffix(near) + name if key.endswith(near) else name
-
-
-@dataclass(frozen=True)
-class Done:
-    """Hold a rewritten model that is to be written: `read` gives the pieces of a tensor of `module`'s state."""
-
-    report: Report
-    module: nn.Module
-    changes: list[dict[str, Any]]
-    source: Source | None
-    read: Callable[[str], Iterable[torch.Tensor]]
-    form: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
-    check: Callable[[Path], None]
 
 
 def rewrite_folder(
@@ -160,8 +99,8 @@ def rewrite_folder(
         say(f"loading {model}")
         opened = open_module(model, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
         done = _loaded(form, opened, pipeline, calibrate, data, partial, seed, inputs, say)
-    with _whole(target) as folder:
-        _write(folder, form.path, done, str(pipeline), say)
+    with whole(target) as folder:
+        write_folder(folder, form.path, done, str(pipeline), say)
         say("checking what was written")
         done.check(folder)
     return replace(done.report, output=str(target))
@@ -352,154 +291,3 @@ class _Reading(fx.Interpreter):
             return torch.device("cpu") if value == torch.device("meta") else value
 
         return super().call_function(target, tuple(map(here, args)), {k: here(v) for k, v in kwargs.items()})
-
-
-# ---- writing ----
-
-
-def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> Path:
-    """Return the folder to write. Raises LnrewriteError LN025 where it cannot be."""
-    target = Path(output)
-    parent = target.absolute().parent
-    if target.exists():
-        if target.resolve() == source.resolve() or source.resolve().is_relative_to(target.resolve()):
-            raise LnrewriteError("LN025", str(output), "it holds the source", "choose another name")
-        if not target.is_dir():
-            raise LnrewriteError("LN025", str(output), "it is a file", "name a folder, or a .pt2 or .onnx file")
-        if not force:
-            raise LnrewriteError("LN025", str(output), "it exists", "choose another name or use --force")
-    if not parent.is_dir():
-        raise LnrewriteError("LN025", str(output), "its folder does not exist", "make the folder first")
-    if target.resolve().is_relative_to(source.resolve()):
-        raise LnrewriteError("LN025", str(output), "it would lie in the source folder", "choose another place")
-    needed = sum(p.stat().st_size for p in source.iterdir() if p.is_file())
-    if (free := shutil.disk_usage(parent).free) < needed:
-        why = f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free"
-        raise LnrewriteError("LN025", str(output), why, "free some room or choose another folder")
-    return target
-
-
-@contextmanager
-def _whole(target: Path) -> Iterator[Path]:
-    """Give a folder beside the target that takes its place when all went well, and is gone when not."""
-    try:
-        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".lnrewrite-") as room:
-            whole, old = Path(room, "whole"), Path(room, "old")
-            whole.mkdir()
-            yield whole
-            if target.exists():
-                os.rename(target, old)
-            os.rename(whole, target)
-    except OSError as why:
-        raise LnrewriteError("LN025", str(target), str(why), "free some room or choose another folder") from why
-
-
-def _write(folder: Path, source: Path, done: Done, pipeline: str, say: Callable[[str], None]) -> None:
-    """Write weights, config, the modeling file where one is needed, and copy everything else."""
-    content = json.loads((source / "config.json").read_bytes())
-    if any("untie" in change for change in done.changes):
-        for part in (content, content.get("text_config")):
-            if isinstance(part, dict) and ("tie_word_embeddings" in part or part is content):
-                part["tie_word_embeddings"] = False
-    structural = [change for change in done.changes if "untie" not in change]
-    if structural:
-        content = _recorded(content, done.module, structural, pipeline)
-        (folder / FILE).write_text(generate(content[KEY]))
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-    for path in sorted(p for p in source.rglob("*") if p.is_file()):
-        name = path.relative_to(source)
-        hidden = any(part.startswith(".") for part in name.parts)
-        if hidden or path.name.endswith(WEIGHTS) or str(name) == "config.json" or (folder / name).exists():
-            continue
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / name)
-    _write_weights(folder, list(_shards(done)), say)
-
-
-def _recorded(content: dict[str, Any], module: nn.Module, changes: list[Any], pipeline: str) -> dict[str, Any]:
-    """Return a config.json with what was done, after what was done before. Raises LN310 for a class of other code."""
-    import transformers
-
-    before = record_of(content)
-    if before is None:
-        cls, config = type(module), type(module.config)
-        names = {key: f"{c.__module__}.{c.__qualname__}" for key, c in (("model", cls), ("config", config))}
-        autos = auto_classes(module)
-    else:
-        names = {key: before[key] for key in ("model", "config")}
-        autos = [name for name in content["auto_map"] if name != "AutoConfig"]
-    versions = {"lnrewrite": __version__, "transformers": transformers.__version__}
-    done = {**names, **versions, "pipeline": pipeline, "changes": [*(before or {"changes": []})["changes"], *changes]}
-    try:
-        generate(done)
-    except ValueError as error:
-        remedy = "take -o OUT.pt2, or rewrite the loaded module (lnr.rewrite)"
-        raise LnrewriteError("LN310", type(module).__name__, str(error), remedy) from error
-    return with_record(content, done, autos)
-
-
-Shard = dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], Callable[[], Iterable[torch.Tensor]]]]
-"""What goes into a file: each key's dtype and shape, and what reads it, in pieces."""
-
-
-def _shards(done: Done) -> Iterator[Shard]:
-    """Yield what goes into each file; new keys go into the last."""
-    first = parameter_names(done.module)
-    left = dict.fromkeys(n for n in done.module.state_dict() if first.get(n, n) == n)
-
-    def entry(name: str) -> Any:
-        del left[name]
-        return done.form(name), lambda: done.read(name)
-
-    source, shard = done.source, Shard()
-    if source is None:
-        for name in list(left):
-            shard[name] = entry(name)
-            if not left or sum(prod(shape) * dtype.itemsize for (dtype, shape), _ in shard.values()) >= SHARD:
-                yield shard
-                shard = {}
-        return
-    own = {key: name for name, key in source.keys.items()}
-    paths = list(dict.fromkeys(where.path for where in source.files.values()))
-    for path in paths:
-        shard = {}
-        for key, where in source.files.items():
-            if where.path == path and key not in own:
-                shard[key] = (where.dtype, where.shape), where.rows
-            elif where.path == path and own[key] in left:
-                shard[key] = entry(own[key])
-        if path == paths[-1]:
-            shard |= {source.key(name): entry(name) for name in list(left)}
-        yield shard
-
-
-def _write_weights(folder: Path, shards: list[Shard], say: Callable[[str], None]) -> None:
-    """Write each shard to a file, several files at once, and an index where there are several."""
-    shards = [shard for shard in shards if shard]
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    names = [SINGLE] if len(shards) == 1 else names
-
-    def write(name: str, shard: Shard) -> int:
-        say(f"writing {name}")
-        with Writer(folder / name, {key: form for key, (form, _) in shard.items()}) as file:
-            for key in file.places:
-                file.write(key, shard[key][1]())
-        return file.size
-
-    with _threads() as pool:
-        size = sum(pool.map(write, names, shards))
-    if len(shards) > 1:
-        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        index = {"metadata": {"total_size": size}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-@contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Give one thread for each core, none of which starts threads of its own."""
-    count = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(count)

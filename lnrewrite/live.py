@@ -89,6 +89,8 @@ def unrewrite(module: nn.Module) -> None:
         raise LnrewriteError("LN314", type(module).__name__, "no rewrite of it is recorded", remedy)
     records[-1].check()
     records.pop().undo()
+    if not records:
+        delattr(module, RECORD)
 
 
 def difference(module: nn.Module, before: Program, after: Program) -> Recipe:

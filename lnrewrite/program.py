@@ -102,6 +102,9 @@ class Program(Seen):
         """Make up eight batches of inputs like the example inputs."""
         from .data import synthetic
 
+        if any(p.is_meta for p in self._capture.module.parameters()):
+            why = "the model is on the meta device and holds no numbers"
+            raise LnrewriteError("LN026", "calibration", why, "load its weights first, or run exact passes only")
         example = {k: v for k, v in self.example_inputs().items() if isinstance(v, torch.Tensor)}
         return list(synthetic(example, self.id_limits(), batches=8, seed=seed))
 

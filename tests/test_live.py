@@ -243,6 +243,27 @@ def test_wrapped_modules(net: tuple[nn.Module, Inputs]) -> None:
         lnr.rewrite(module, to="peri", kwargs=inputs)
 
 
+def test_a_module_without_weights() -> None:
+    with torch.device("meta"):
+        module = Net()
+    with pytest.raises(lnr.LnrewriteError, match="LN026 calibration: the model is on the meta device"):
+        lnr.rewrite(module, to="peri", kwargs={"ids": torch.zeros(4, 6, dtype=torch.long, device="meta")})
+
+
+def test_the_fused_path_of_torch_does_not_pass_by_a_new_norm() -> None:
+    """nn.TransformerEncoderLayer has a kernel of its own for inference, which reads the norms' weights itself."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
+    module = randomise(nn.TransformerEncoder(layer, 2, nn.LayerNorm(16))).eval()
+    inputs = {"src": torch.randn(2, 5, 16)}
+    want = lnr.convert(module, "peri", kwargs=inputs)(**inputs)
+    lnr.rewrite(module, to="peri", kwargs=inputs)
+    with torch.inference_mode():
+        assert near(module(**inputs), want)
+    lnr.unrewrite(module)
+    refused(module, inputs, "LN313", "'Identity' object has no attribute 'eps'", to="none")
+
+
 def test_wrong_plans_are_caught(net: tuple[nn.Module, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a piece put somewhere else, or a value not carried over, the proof would tell."""
     from lnrewrite import live

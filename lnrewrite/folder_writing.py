@@ -1,0 +1,229 @@
+"""Write a checkpoint folder whole or not at all: weights shard by shard, config, modeling file, all else as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import __version__
+from .backends.lift import parameter_names
+from .backends.shards import Stored, Writer, stored_in
+from .checkpoints import auto_classes
+from .diagnostics import LnrewriteError
+from .modeling import FILE, KEY, generate, record_of, with_record
+from .report import Report
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+"""How names of files end that hold weights or say where they are: these are written anew or left out."""
+
+SHARD = 5 << 30
+"""The size of a shard, in bytes, where the source's shards do not say what goes together."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Hold where a folder's safetensors are: the file of each key, and the key of each parameter by its first name."""
+
+    files: dict[str, Stored]
+    keys: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: Path, module: nn.Module) -> Source | None:
+        """Look at a folder's safetensors; None where they do not hold each parameter as the network has it."""
+        index = folder / INDEX
+        names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {SINGLE}
+        paths = [folder / name for name in sorted(names)]
+        if not all(p.is_file() for p in paths):
+            return None
+        files = {key: where for path in paths for key, where in stored_in(path).items()}
+        first = parameter_names(module)
+        prefix = f"{getattr(module, 'base_model_prefix', '')}."
+        keys: dict[str, str] = {}
+        for key in files:
+            name = next((n for n in (key, prefix + key, key.removeprefix(prefix)) if n in first), None)
+            if name is not None:
+                keys.setdefault(first[name], key)
+        whole = {first[n] for n, _ in module.named_parameters()} <= keys.keys()
+        return cls(files, keys) if whole else None
+
+    def key(self, name: str) -> str:
+        """Return the key for a new name: with or without the prefix, as its neighbours have it."""
+        near = max(self.keys, key=lambda n: len(os.path.commonprefix([n, name])))
+        key = self.keys[near]
+        if near.endswith(key) and name.startswith(cut := near.removesuffix(key)):
+            return name.removeprefix(cut)
+        return key.removesuffix(near) + name if key.endswith(near) else name
+
+
+@dataclass(frozen=True)
+class Done:
+    """Hold a rewritten model that is to be written: `read` gives the pieces of a tensor of `module`'s state."""
+
+    report: Report
+    module: nn.Module
+    changes: list[dict[str, Any]]
+    source: Source | None
+    read: Callable[[str], Iterable[torch.Tensor]]
+    form: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
+    check: Callable[[Path], None]
+
+
+def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> Path:
+    """Return the folder to write. Raises LnrewriteError LN025 where it cannot be."""
+    target = Path(output)
+    parent = target.absolute().parent
+    if target.exists():
+        if target.resolve() == source.resolve() or source.resolve().is_relative_to(target.resolve()):
+            raise LnrewriteError("LN025", str(output), "it holds the source", "choose another name")
+        if not target.is_dir():
+            raise LnrewriteError("LN025", str(output), "it is a file", "name a folder, or a .pt2 or .onnx file")
+        if not force:
+            raise LnrewriteError("LN025", str(output), "it exists", "choose another name or use --force")
+    if not parent.is_dir():
+        raise LnrewriteError("LN025", str(output), "its folder does not exist", "make the folder first")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise LnrewriteError("LN025", str(output), "it would lie in the source folder", "choose another place")
+    needed = sum(p.stat().st_size for p in source.iterdir() if p.is_file())
+    if (free := shutil.disk_usage(parent).free) < needed:
+        why = f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free"
+        raise LnrewriteError("LN025", str(output), why, "free some room or choose another folder")
+    return target
+
+
+@contextmanager
+def whole(target: Path) -> Iterator[Path]:
+    """Give a folder beside the target that takes its place when all went well, and is gone when not."""
+    try:
+        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".lnrewrite-") as room:
+            whole, old = Path(room, "whole"), Path(room, "old")
+            whole.mkdir()
+            yield whole
+            if target.exists():
+                os.rename(target, old)
+            os.rename(whole, target)
+    except OSError as why:
+        raise LnrewriteError("LN025", str(target), str(why), "free some room or choose another folder") from why
+
+
+def write_folder(folder: Path, source: Path, done: Done, pipeline: str, say: Callable[[str], None]) -> None:
+    """Write weights, config, the modeling file where one is needed, and copy everything else."""
+    content = json.loads((source / "config.json").read_bytes())
+    if any("untie" in change for change in done.changes):
+        for part in (content, content.get("text_config")):
+            if isinstance(part, dict) and ("tie_word_embeddings" in part or part is content):
+                part["tie_word_embeddings"] = False
+    structural = [change for change in done.changes if "untie" not in change]
+    if structural:
+        content = _recorded(content, done.module, structural, pipeline)
+        (folder / FILE).write_text(generate(content[KEY]))
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    for path in sorted(p for p in source.rglob("*") if p.is_file()):
+        name = path.relative_to(source)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if hidden or path.name.endswith(WEIGHTS) or str(name) == "config.json" or (folder / name).exists():
+            continue
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
+    _write_weights(folder, list(_shards(done)), say)
+
+
+def _recorded(content: dict[str, Any], module: nn.Module, changes: list[Any], pipeline: str) -> dict[str, Any]:
+    """Return a config.json with what was done, after what was done before. Raises LN310 for a class of other code."""
+    import transformers
+
+    before = record_of(content)
+    if before is None:
+        cls, config = type(module), type(module.config)
+        names = {key: f"{c.__module__}.{c.__qualname__}" for key, c in (("model", cls), ("config", config))}
+        autos = auto_classes(module)
+    else:
+        names = {key: before[key] for key in ("model", "config")}
+        autos = [name for name in content["auto_map"] if name != "AutoConfig"]
+    versions = {"lnrewrite": __version__, "transformers": transformers.__version__}
+    done = {**names, **versions, "pipeline": pipeline, "changes": [*(before or {"changes": []})["changes"], *changes]}
+    try:
+        generate(done)
+    except ValueError as error:
+        remedy = "take -o OUT.pt2, or rewrite the loaded module (lnr.rewrite)"
+        raise LnrewriteError("LN310", type(module).__name__, str(error), remedy) from error
+    return with_record(content, done, autos)
+
+
+Shard = dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], Callable[[], Iterable[torch.Tensor]]]]
+"""What goes into a file: each key's dtype and shape, and what reads it, in pieces."""
+
+
+def _shards(done: Done) -> Iterator[Shard]:
+    """Yield what goes into each file; new keys go into the last."""
+    first = parameter_names(done.module)
+    left = dict.fromkeys(n for n in done.module.state_dict() if first.get(n, n) == n)
+
+    def entry(name: str) -> Any:
+        del left[name]
+        return done.form(name), lambda: done.read(name)
+
+    source, shard = done.source, Shard()
+    if source is None:
+        for name in list(left):
+            shard[name] = entry(name)
+            if not left or sum(prod(shape) * dtype.itemsize for (dtype, shape), _ in shard.values()) >= SHARD:
+                yield shard
+                shard = {}
+        return
+    own = {key: name for name, key in source.keys.items()}
+    paths = list(dict.fromkeys(where.path for where in source.files.values()))
+    for path in paths:
+        shard = {}
+        for key, where in source.files.items():
+            if where.path == path and key not in own:
+                shard[key] = (where.dtype, where.shape), where.rows
+            elif where.path == path and own[key] in left:
+                shard[key] = entry(own[key])
+        if path == paths[-1]:
+            shard |= {source.key(name): entry(name) for name in list(left)}
+        yield shard
+
+
+def _write_weights(folder: Path, shards: list[Shard], say: Callable[[str], None]) -> None:
+    """Write each shard to a file, several files at once, and an index where there are several."""
+    shards = [shard for shard in shards if shard]
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [SINGLE] if len(shards) == 1 else names
+
+    def write(name: str, shard: Shard) -> int:
+        say(f"writing {name}")
+        with Writer(folder / name, {key: form for key, (form, _) in shard.items()}) as file:
+            for key in file.places:
+                file.write(key, shard[key][1]())
+        return file.size
+
+    with _threads() as pool:
+        size = sum(pool.map(write, names, shards))
+    if len(shards) > 1:
+        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Give one thread for each core, none of which starts threads of its own."""
+    count = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(count)
