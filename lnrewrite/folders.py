@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -97,8 +98,8 @@ def rewrite_folder(
         done = _streamed(form, pipeline, partial, seed, inputs, say, trust_remote_code)
     if done is None:
         say(f"loading {model}")
-        opened = open_module(model, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
-        done = _loaded(form, opened, pipeline, calibrate, data, partial, seed, inputs, say)
+        load = functools.partial(open_module, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
+        done = _loaded(form, load, pipeline, calibrate, data, partial, seed, inputs, say)
     with whole(target) as folder:
         write_folder(folder, form.path, done, str(pipeline), say)
         say("checking what was written")
@@ -151,7 +152,7 @@ def _streamed(
 
     def check(folder: Path) -> None:
         """Open the folder without its weights; where its structure is new, run it and the plan, weights from disk."""
-        again = empty_model(identify(str(folder)), dtype)
+        again = empty_model(identify(str(folder)), dtype, trust_remote_code=trust_remote_code)
         written = Source.read(folder, again)
         if written is None:
             raise _not_as_planned(form, "what was written lacks weights that the network has")
@@ -181,7 +182,7 @@ def _inputs(module: nn.Module, specs: Sequence[str], seed: int) -> dict[str, Any
 
 def _loaded(
     form: Form,
-    opened: Opened,
+    load: Callable[[str], Opened],
     pipeline: Pipeline,
     calibrate: Callable[[Program], Iterable[Batch] | None] | None,
     data: str | None,
@@ -190,7 +191,8 @@ def _loaded(
     inputs: Sequence[str],
     say: Callable[[str], None],
 ) -> Done:
-    """Rewrite a model that is in memory, in place."""
+    """Rewrite a model in memory, in place; `load` opens it, and what was written of it."""
+    opened = load(form.name)
     module = opened.module
     assert module is not None and form.path is not None
     given = _inputs(module, inputs, seed)
@@ -214,7 +216,7 @@ def _loaded(
 
     def check(folder: Path) -> None:
         """Load what was written and compare."""
-        again = open_module(str(folder)).module
+        again = load(str(folder)).module
         assert again is not None
         _check_ties(form, module, again)
         with torch.no_grad():

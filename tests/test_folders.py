@@ -224,6 +224,38 @@ def test_a_recipe_that_does_not_fit_is_refused_when_it_is_loaded(room: Path) -> 
         lnr.load(str(folder))
 
 
+OTHER = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OtherConfig(LlamaConfig):
+    model_type = "other"
+
+
+class OtherForCausalLM(LlamaForCausalLM):
+    config_class = OtherConfig
+"""
+
+
+def test_folders_with_code_of_their_own(room: Path, tmp_path: Path) -> None:
+    """Trusted, their weights are rewritten and their code is carried along; ours is not put on top of it."""
+    source = tmp_path / "other"
+    shutil.copytree(room / "llama", source)
+    (source / "modeling_other.py").write_text(OTHER)
+    config = json.loads((source / "config.json").read_text())
+    code = {"AutoConfig": "modeling_other.OtherConfig", "AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}
+    config |= {"model_type": "other", "architectures": ["OtherForCausalLM"], "auto_map": code}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(lnr.LnrewriteError, match="LN017"):
+        rewrite_folder(str(source), lnr.Pipeline.parse("fold-affine"), tmp_path / "out")
+    rewrite_folder(str(source), lnr.Pipeline.parse("fold-affine"), tmp_path / "out", trust_remote_code=True)
+    assert (tmp_path / "out" / "modeling_other.py").read_text() == OTHER
+    assert bool((weights(tmp_path / "out")["model.layers.0.input_layernorm.weight"] == 1).all())
+    with pytest.raises(lnr.LnrewriteError, match="LN310 OtherForCausalLM: model is no class of transformers"):
+        rewrite_folder(str(source), lnr.Pipeline.parse("place{to=peri}"), tmp_path / "peri", trust_remote_code=True)
+    assert not (tmp_path / "peri").exists()
+
+
 SIZE = 10_000_000_000
 
 
