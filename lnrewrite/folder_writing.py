@@ -111,9 +111,15 @@ def whole(target: Path) -> Iterator[Path]:
             whole, old = Path(room, "whole"), Path(room, "old")
             whole.mkdir()
             yield whole
-            if target.exists():
-                os.rename(target, old)
-            os.rename(whole, target)
+            replaced = target.exists()
+            try:
+                if replaced:
+                    os.rename(target, old)
+                os.rename(whole, target)
+            except BaseException:
+                if replaced and not target.exists():
+                    os.rename(old, target)
+                raise
     except OSError as why:
         raise LnrewriteError("LN025", str(target), str(why), "free some room or choose another folder") from why
 
