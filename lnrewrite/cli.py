@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .onnx_program import OnnxProgram
     from .pipeline import Batch, Pipeline
     from .program import Program
+    from .report import Report
 
 OUT = "What to write: .pt2, .onnx, or of a checkpoint folder a folder."
 PLACEMENTS = ("pre", "post", "peri", "output", "none")
@@ -108,17 +109,15 @@ def inspect(model: str, as_json: bool, quiet: bool, verbose: bool, **how: Any) -
 def convert(model: str, to: str, output: str, norm: str, blocks: str | None, **how: Any) -> int:
     """Change where the norms sit: MODEL with every (selected) block converted to one placement."""
     from .pipeline import Pipeline
+    from .spelling import placing
 
     if to not in PLACEMENTS:
         unknown("LN003", "placement", to, PLACEMENTS)
-    options = [f"to={to}", f"norm={norm}"]
-    if blocks is not None:
-        selection = ";".join(term.strip() for term in blocks.split(";"))
-        if not re.fullmatch(r"[^\s{}]+", selection):
-            remedy = "write terms such as 0-5 or attention, joined by ';'"
-            raise UsageError("LN004", f"block selection {blocks!r}", "it is empty or holds spaces or braces", remedy)
-        options.append(f"blocks={selection}")
-    return _rewrite(model, Pipeline.parse(f"place{{{' '.join(options)}}}"), output, **how)
+    selection = None if blocks is None else ";".join(term.strip() for term in blocks.split(";"))
+    if selection is not None and not re.fullmatch(r"[^\s{}]+", selection):
+        remedy = "write terms such as 0-5 or attention, joined by ';'"
+        raise UsageError("LN004", f"block selection {blocks!r}", "it is empty or holds spaces or braces", remedy)
+    return _rewrite(model, Pipeline.parse(placing(to, norm, selection)), output, **how)
 
 
 @main.command()
@@ -323,12 +322,8 @@ def _rewrite(
         if target:
             say(f"writing {target}")
             result.program.save(target, force=force)
-    if as_json:
-        show(json.dumps(report.to_dict()))
-    elif not quiet:
-        notes = "".join(f"\nnote: {note}" for note in program.notes)
-        ending = "" if target else "\n\ndry run: nothing was written"
-        show(f"pipeline   {pipeline}\n{report}{notes}{ending}")
+    notes = "".join(f"\nnote: {note}" for note in program.notes)
+    _tell(pipeline, report, notes + ("" if target else "\n\ndry run: nothing was written"), as_json, quiet)
     return 3 if report.refusals and partial and not preset else 0
 
 
@@ -367,11 +362,16 @@ def _rewrite_folder(
             progress=say,
             **how,
         )
+    _tell(pipeline, report, "", as_json, quiet)
+    return 3 if report.refusals and partial and not preset else 0
+
+
+def _tell(pipeline: Pipeline, report: Report, ending: str, as_json: bool, quiet: bool) -> None:
+    """Show what a pipeline did."""
     if as_json:
         show(json.dumps(report.to_dict()))
     elif not quiet:
-        show(f"pipeline   {pipeline}\n{report}")
-    return 3 if report.refusals and partial and not preset else 0
+        show(f"pipeline   {pipeline}\n{report}{ending}")
 
 
 def _target(output: str, force: bool, default: str = ".pt2") -> Path:

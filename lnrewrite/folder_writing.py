@@ -22,7 +22,10 @@ from .backends.lift import parameter_names
 from .backends.shards import Stored, Writer, stored_in
 from .checkpoints import auto_classes
 from .diagnostics import LnrewriteError
+from .forms import check_safetensors, damaged
 from .modeling import FILE, KEY, generate, record_of, with_record
+from .output import check_parent
+from .pickles import Damaged
 from .report import Report
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -48,7 +51,7 @@ class Source:
         paths = [folder / name for name in sorted(names)]
         if not all(p.is_file() for p in paths):
             return None
-        files = {key: where for path in paths for key, where in stored_in(path).items()}
+        files = {key: where for path in paths for key, where in held_by(path).items()}
         first = parameter_names(module)
         prefix = f"{getattr(module, 'base_model_prefix', '')}."
         keys: dict[str, str] = {}
@@ -68,6 +71,18 @@ class Source:
         return key.removesuffix(near) + name if key.endswith(near) else name
 
 
+def held_by(path: Path) -> dict[str, Stored]:
+    """Return what a safetensors file holds, by key. Raises LnrewriteError LN015 for a damaged file."""
+    try:
+        with path.open("rb") as stream:
+            check_safetensors(stream, path.stat().st_size)
+        return stored_in(path)
+    except Damaged as error:
+        raise damaged(str(path), str(error)) from error
+    except KeyError as error:
+        raise damaged(str(path), f"it holds a dtype that torch lacks: {error}") from error
+
+
 @dataclass(frozen=True)
 class Done:
     """Hold a rewritten model that is to be written: `read` gives the pieces of a tensor of `module`'s state."""
@@ -84,7 +99,6 @@ class Done:
 def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> Path:
     """Return the folder to write. Raises LnrewriteError LN025 where it cannot be."""
     target = Path(output)
-    parent = target.absolute().parent
     if target.exists():
         if target.resolve() == source.resolve() or source.resolve().is_relative_to(target.resolve()):
             raise LnrewriteError("LN025", str(output), "it holds the source", "choose another name")
@@ -92,12 +106,11 @@ def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> P
             raise LnrewriteError("LN025", str(output), "it is a file", "name a folder, or a .pt2 or .onnx file")
         if not force:
             raise LnrewriteError("LN025", str(output), "it exists", "choose another name or use --force")
-    if not parent.is_dir():
-        raise LnrewriteError("LN025", str(output), "its folder does not exist", "make the folder first")
+    check_parent(target)
     if target.resolve().is_relative_to(source.resolve()):
         raise LnrewriteError("LN025", str(output), "it would lie in the source folder", "choose another place")
     needed = sum(p.stat().st_size for p in source.iterdir() if p.is_file())
-    if (free := shutil.disk_usage(parent).free) < needed:
+    if (free := shutil.disk_usage(target.absolute().parent).free) < needed:
         why = f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free"
         raise LnrewriteError("LN025", str(output), why, "free some room or choose another folder")
     return target

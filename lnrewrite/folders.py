@@ -15,22 +15,21 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from .backends import rewritten
 from .backends.capture import Capture, capture_module, quiet
 from .backends.captured import CapturedModule, stored
 from .backends.difference import Recipe
 from .backends.lift import parameter_names
 from .backends.ports import children
-from .backends.shards import Stored, stored_in
+from .backends.shards import Stored
 from .backends.stored import Store, StoredEditor
 from .backends.surgery import Surgery
 from .calibration import flat_inputs
 from .checkpoints import empty_model
 from .diagnostics import LnrewriteError
-from .folder_writing import Done, Source, check_folder, whole, write_folder
+from .folder_writing import Done, Source, check_folder, held_by, whole, write_folder
 from .forms import Form, identify
 from .inputs import infer_inputs, parse_inputs, vocabulary_of
-from .live import EXACT, RECORD, ROUNDED, difference, rewrite
+from .live import EXACT, RECORD, ROUNDED, difference, restructure, rewrite
 from .open import Opened, open_module
 from .pipeline import Batch, Pipeline
 from .plan import Exactness, Proposal
@@ -121,7 +120,7 @@ def _streamed(
     paths = sorted(form.path.glob("*.safetensors"))
     if not paths:
         return None
-    dtype = _dtype(stored_in(paths[0]))
+    dtype = _dtype(held_by(paths[0]))
     module = empty_model(form, dtype, trust_remote_code=trust_remote_code)
     source = Source.read(form.path, module)
     if source is None:
@@ -137,7 +136,7 @@ def _streamed(
     note = "the weights were streamed: lnrewrite verify compares the two folders with both in memory"
     report = replace(result.report, notes=(*result.report.notes, note))
     recipe = difference(module, program, result.program) if result.program is not program else Recipe()
-    rewritten.apply(module, recipe.changes)
+    restructure(module, recipe)
     after = result.program
 
     def known(name: str) -> str:

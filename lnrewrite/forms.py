@@ -114,7 +114,7 @@ def _file(model: str, stream: IO[bytes], size: int) -> tuple[Format, tuple[str, 
     if _is_pickle(start):
         return _pickle(model, stream, start)
     if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < _HEADER_LIMIT:
-        _check_safetensors(stream, size)
+        check_safetensors(stream, size)
         return Format.SAFETENSORS, ()
     if start[0] == 0x08 and _is_onnx(stream, size):
         return Format.ONNX, ()
@@ -168,7 +168,7 @@ def listed(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(all_names[:limit]) + more
 
 
-def _check_safetensors(stream: IO[bytes], size: int) -> None:
+def check_safetensors(stream: IO[bytes], size: int) -> None:
     """Raise Damaged unless the header is JSON and the tensors end where the file of `size` bytes ends."""
     length = int.from_bytes(stream.read(8), "little")
     if 8 + length > size:

@@ -21,6 +21,7 @@ from .diagnostics import LnrewriteError
 from .pipeline import Batch, Pipeline
 from .program import Program, check_finite
 from .report import Report
+from .spelling import placing
 from .verifying import proof
 
 RECORD = "_lnrewrite"
@@ -61,7 +62,7 @@ def rewrite(
     if (pipeline is None) == (to is None):
         raise LnrewriteError("LN003", "rewrite", "give either a pipeline or to=", "e.g. to='peri'")
     if to is not None:
-        pipeline = f"place{{to={to} norm={norm}" + (f" blocks={blocks}" if blocks else "") + "}"
+        pipeline = placing(to, norm, blocks)
     plan = Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline
     assert plan is not None
     with evaluating(module):
@@ -102,7 +103,7 @@ def difference(module: nn.Module, before: Program, after: Program) -> Recipe:
 def carry_out(module: nn.Module, recipe: Recipe, source: nn.Module) -> None:
     """Change a module as a recipe says, with the values of the rewritten graph's parameters."""
     had = dict(module.named_parameters(remove_duplicate=False))
-    rewritten.apply(module, recipe.changes)
+    restructure(module, recipe)
     with torch.no_grad():
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
             origin = recipe.values.get(name, name)
@@ -125,6 +126,15 @@ def carry_out(module: nn.Module, recipe: Recipe, source: nn.Module) -> None:
     if any("untie" in change for change in recipe.changes):
         for config in _configs(module):
             config.tie_word_embeddings = False
+
+
+def restructure(module: nn.Module, recipe: Recipe) -> None:
+    """Change a module's structure. Raises LnrewriteError LN310 where a forward cannot be edited."""
+    try:
+        rewritten.apply(module, recipe.changes)
+    except RuntimeError as error:
+        remedy = "take the exported route (lnr.convert, or -o OUT.pt2)"
+        raise LnrewriteError("LN310", type(module).__name__, str(error), remedy) from error
 
 
 def _configs(module: nn.Module) -> list[Any]:

@@ -17,11 +17,16 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
         raise LnrewriteError("LN025", str(path), "it is a folder", "name a file")
     if target.exists() and not force:
         raise LnrewriteError("LN025", str(path), "it exists", "choose another name or use --force")
-    if not target.absolute().parent.is_dir():
-        raise LnrewriteError("LN025", str(path), "its folder does not exist", "make the folder first")
-    if not os.access(target.absolute().parent, os.W_OK):
-        raise LnrewriteError("LN025", str(path), "its folder is not writable", "choose another folder")
+    check_parent(target)
     return target
+
+
+def check_parent(target: Path) -> None:
+    """Raise LnrewriteError LN025 where the folder that is to hold the output is missing or not writable."""
+    if not target.absolute().parent.is_dir():
+        raise LnrewriteError("LN025", str(target), "its folder does not exist", "make the folder first")
+    if not os.access(target.absolute().parent, os.W_OK):
+        raise LnrewriteError("LN025", str(target), "its folder is not writable", "choose another folder")
 
 
 def write_whole(target: Path, write: Callable[[str], None]) -> None:

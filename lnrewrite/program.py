@@ -29,6 +29,7 @@ from .pipeline import Batch, Pipeline
 from .plan import Proposal
 from .report import Report
 from .seen import Seen
+from .spelling import placing
 from .stream import Stream
 from .verifying import drift
 
@@ -56,7 +57,8 @@ class Program(Seen):
     @property
     def calls(self) -> tuple[Called, ...]:
         """Return what entered and left the submodules that the capture was told to watch."""
-        return self._capture.calls
+        found: tuple[Called, ...] = self._capture.module.meta["calls"]
+        return found
 
     def _lift(self) -> OpGraph:
         return lift(self._capture.module)
@@ -301,9 +303,10 @@ def convert(
         from .live import rewrite
 
         module = copy.deepcopy(module)
-        how = {"norm": norm, "blocks": blocks, "partial": partial, "seed": seed}
-        rewrite(module, to=to, args=args, kwargs=kwargs, calibrate=calibrate, undo=False, **how)  # type: ignore[arg-type]
+        text = placing(to, norm, blocks)
+        rewrite(
+            module, text, args=args, kwargs=kwargs, calibrate=calibrate, partial=partial, seed=seed, undo=False
+        )
         return module
-    options = f"to={to} norm={norm}" + (f" blocks={blocks}" if blocks else "")
-    pipeline = Pipeline.parse(f"place{{{options}}}")
+    pipeline = Pipeline.parse(placing(to, norm, blocks))
     return pipeline.run(capture(module, args, kwargs), calibrate, partial, seed).program.module()

@@ -186,3 +186,8 @@ def _default(option: dataclasses.Field[Any]) -> Any:
     if option.default_factory is not dataclasses.MISSING:
         return option.default_factory()
     return option.default
+
+
+def placing(to: str, norm: str = "auto", blocks: str | None = None) -> str:
+    """Spell the pipeline that converts the selected blocks to one placement."""
+    return f"place{{to={to} norm={norm}" + (f" blocks={blocks}" if blocks else "") + "}"

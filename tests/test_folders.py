@@ -212,6 +212,18 @@ def test_where_a_folder_cannot_be_written(room: Path, tmp_path: Path) -> None:
     assert (tmp_path / "there" / "config.json").is_file()
 
 
+def test_damaged_shards(room: Path, tmp_path: Path) -> None:
+    """A shard that is cut off, and one that is noise: told by file, before anything is written."""
+    for content in (lambda whole: whole[:3000], lambda whole: os.urandom(100)):
+        source = tmp_path / "damaged"
+        shutil.copytree(room / "llama", source, dirs_exist_ok=True)
+        shard = sorted(source.glob("*.safetensors"))[1]
+        shard.write_bytes(content(shard.read_bytes()))
+        with pytest.raises(lnr.LnrewriteError, match=rf"LN015.*{shard.name}.*safetensors header"):
+            rewrite_folder(str(source), lnr.Pipeline.parse("fold-affine"), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
 def test_a_recipe_that_does_not_fit_is_refused_when_it_is_loaded(room: Path) -> None:
     """Another version of the library: the forward that was edited is another one."""
     folder = rewritten(room, "gpt2", "place{to=post}", force=True)

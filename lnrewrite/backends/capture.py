@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ..diagnostics import LnrewriteError
-from .captured import Called, CapturedModule, unlift
+from .captured import CapturedModule, unlift
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Capture:
     kwargs: dict[str, Any]
     notes: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = field(default=())
-    calls: tuple[Called, ...] = ()
 
 
 def capture_module(
@@ -69,7 +68,7 @@ def capture_module(
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
     if module.training:
         captured.train()
-    return Capture(captured, *kept, tuple(notes), dims, captured.meta["calls"] if children else ())
+    return Capture(captured, *kept, tuple(notes), dims)
 
 
 def from_program(program: ExportedProgram) -> Capture:

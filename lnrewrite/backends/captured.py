@@ -13,6 +13,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
+from .rewritten import holder_of
+
 DROPOUT = torch.ops.aten.dropout.default
 CLONE = torch.ops.aten.clone.default
 COPIES = {"to", "contiguous", "detach", "alias"}
@@ -200,12 +202,8 @@ def stored(module: torch.nn.Module, name: str) -> torch.Tensor | None:
 
 def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
     """Register a parameter under a dotted name, making the containers on its way."""
-    path, _, leaf = name.rpartition(".")
-    for part in path.split(".") if path else []:
-        if not hasattr(module, part):
-            module.add_module(part, torch.nn.Module())
-        module = getattr(module, part)
-    module.register_parameter(leaf, parameter)
+    holder, leaf = holder_of(module, name)
+    holder.register_parameter(leaf, parameter)
 
 
 def with_plain_outputs(module: CapturedModule) -> CapturedModule:

@@ -146,34 +146,34 @@ class Difference:
             pieces.insert(0, piece)
         return Term(node.name, tuple(pieces))
 
-    def piece(self, node: fx.Node) -> tuple[Piece, fx.Node]:
+    def piece(self, node: Any) -> tuple[Piece, fx.Node]:
         """Read what the graph's editor wrote: one norm, factor and term, or subtraction of the mean."""
         x: Any = node.args[0] if node.args else None
-        below = x if isinstance(x, fx.Node) and x.name not in self.old else None
+        below: Any = x if isinstance(x, fx.Node) and x.name not in self.old else None
         if node.target in NORMS:
             return self.norm(node, None, node), x
         if node.target is aten.sub.Tensor:
             return Piece(node.name, (("is", "centre"),), (), f"{x.name}_centre"), x
         if node.target is aten.add.Tensor and below is not None and below.target is aten.rms_norm.default:
-            return self.norm(below, node.args[1], node), below.args[0]  # type: ignore[return-value]
+            return self.norm(below, node.args[1], node), below.args[0]
         if node.target is aten.add.Tensor:
             both = below is not None and below.target is aten.mul.Tensor
             factor, start = (below.args[1], below.args[0]) if both and below is not None else (None, x)
-            return self.affine(node, factor, node.args[1]), start  # type: ignore[return-value]
+            return self.affine(node, factor, node.args[1]), start
         if node.target is aten.mul.Tensor:
             return self.affine(node, node.args[1], None), x
         self.fail(node.name, f"the new operation {node.target} has no form as a module")
 
-    def norm(self, node: fx.Node, bias: Any, last: fx.Node) -> Piece:
+    def norm(self, node: Any, bias: Any, last: fx.Node) -> Piece:
         """Read a new norm; `last` is the node of its output."""
-        kind = NORMS[node.target]  # type: ignore[index]
+        kind = NORMS[node.target]
         weight, eps = node.args[2], node.args[-1]
         bias = node.args[3] if kind == "layer" else bias
-        plus_one = weight is not None and weight.op == "call_function"  # type: ignore[union-attr]
-        weight = weight.args[0] if plus_one else weight  # type: ignore[union-attr]
+        plus_one = weight is not None and weight.op == "call_function"
+        weight = weight.args[0] if plus_one else weight
         params = [(leaf, self.parameter(v)) for leaf, v in (("weight", weight), ("bias", bias)) if v is not None]
         has = dict(params)
-        spec = {"is": "norm", "kind": kind, "width": node.args[1][0], "eps": eps}  # type: ignore[index]
+        spec = {"is": "norm", "kind": kind, "width": node.args[1][0], "eps": eps}
         spec |= {"weight": "weight" in has, "bias": "bias" in has, "plus_one": plus_one}
         return Piece(last.name, tuple(spec.items()), tuple(params), node.meta["custom"]["norm"])
 
@@ -317,7 +317,7 @@ class Difference:
         whole, count = f"{parent}.{leaf}" if parent else leaf, 1
         taken = {*self.placed.values()}
         path = whole
-        while path in taken or _module(self.module, path) is not None or _has(self.module, path):
+        while path in taken or _has(self.module, path):
             count += 1
             path = f"{whole}_{count}"
         return path

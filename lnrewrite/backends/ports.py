@@ -75,7 +75,6 @@ class Ports:
     def __init__(self, module: nn.Module, graph: fx.Graph, view: OpGraph, calls: Iterable[Called]) -> None:
         self.module, self.view = module, view
         self.nodes = {n.name: n for n in graph.nodes}
-        self.order = {name: i for i, name in enumerate(self.nodes)}
         self.calls = [self.call(seen) for seen in calls]
         self.stacks = {n.name: _stack(n) for n in graph.nodes}
         self.once = {c.path for c in self.calls} | {""}
@@ -158,10 +157,10 @@ class Ports:
             if self.stacks[n] == self.stacks[name] and _kind(other) == kind and _line(other, function) == line
         ]
         ops = operations(tree)
-        there = [i for i, op in enumerate(ops) if op.lineno + first - 1 == line and _spells(op, kind)]  # type: ignore[attr-defined]
+        there = [i for i, op in enumerate(ops) if op.lineno + first - 1 == line and _spells(op, kind)]
         if len(there) != len(alike):
             return None
-        index = there[sorted(alike, key=self.order.__getitem__).index(name)]
+        index = there[alike.index(name)]
         return Spot(path, digest_of(source), index, ast.unparse(ops[index]))
 
     def side(self, spot: Spot, name: str, operand: str) -> str | None:

@@ -16,6 +16,7 @@ lnrewrite writes, so that they load without it.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import functools
@@ -25,7 +26,7 @@ import json
 import linecache
 import textwrap
 import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,9 +147,9 @@ def through(value: Tensor, places: Sequence[Place]) -> Tensor:
 # ---- forwards ----
 
 
-def source_of(cls: type) -> tuple[Any, str]:
+def source_of(cls: Any) -> tuple[Any, str]:
     """Return a class's own forward, decorators looked through, and its source. Raises OSError where there is none."""
-    function = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    function = inspect.unwrap(cls.forward)
     return function, textwrap.dedent(inspect.getsource(function))
 
 
@@ -157,49 +158,43 @@ def digest_of(source: str) -> str:
     return hashlib.sha256(" ".join(source.split()).encode()).hexdigest()[:16]
 
 
-def operations(tree: ast.AST) -> list[ast.AST]:
+def operations(tree: ast.AST) -> list[Any]:
     """Return a function's operations in the order in which Python evaluates them: operands before what they make."""
     found = [op for child in ast.iter_child_nodes(tree) for op in operations(child)]
     return [*found, tree] if isinstance(tree, OPERATIONS) else found
 
 
 @functools.cache
-def edited(cls: Hashable, digest: str, edits: str) -> type:
+def edited(cls: Any, digest: str, edits: str) -> type:
     """Return the class with an edited forward; the same class for the same edits. Raises RuntimeError on a misfit."""
-    assert isinstance(cls, type)
     function, source = source_of(cls)
     if digest_of(source) != digest:
         raise RuntimeError(
             f"{cls.__qualname__}.forward is not the one that this model was rewritten from: install the library's "
             "version that config.json names, or rewrite the original model again"
         )
-    tree = ast.parse(source)
-    spots = operations(tree)
-    for edit in json.loads(edits):
+    tree: Any = ast.parse(source)
+    spots, rows = operations(tree), json.loads(edits)
+    for edit in rows:
         if ast.unparse(spots[edit["spot"]]) != edit["text"]:
             raise RuntimeError(f"{cls.__qualname__}.forward holds no {edit['text']!r} where the edit expects it")
-    changes = {id(spots[edit["spot"]]): edit for edit in json.loads(edits)}
-    tree = ast.fix_missing_locations(_Editing(changes, tree.body[0].args.args[0].arg).visit(tree))  # type: ignore[attr-defined]
-    inner = _compiled(function, tree.body[0], f"<lnrewrite {cls.__qualname__}.forward {digest} {hash_of(edits)}>")
-    forward = _wrapped(cls.forward, function, inner)  # type: ignore[attr-defined]
+    changes = {id(spots[edit["spot"]]): edit for edit in rows}
+    tree = ast.fix_missing_locations(_Editing(changes, tree.body[0].args.args[0].arg).visit(tree))
+    inner = _compiled(function, tree.body[0], f"<lnrewrite {cls.__qualname__}.forward {digest} {digest_of(edits)}>")
+    forward = _wrapped(cls.forward, function, inner)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {"forward": forward, **names})
 
 
-def hash_of(text: str) -> str:
-    """Return 8 hex digits of a text's sha256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _compiled(function: Any, definition: ast.stmt, name: str) -> Any:
+def _compiled(function: Any, definition: Any, name: str) -> Any:
     """Compile a function's new definition with the globals and the enclosing values of the old; its source is kept."""
     free = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
-    definition.decorator_list = []  # type: ignore[attr-defined]
-    enclosing = ast.parse(f"def enclosing({', '.join(free)}):\n    return {definition.name}")  # type: ignore[attr-defined]
-    enclosing.body[0].body.insert(0, definition)  # type: ignore[attr-defined]
+    definition.decorator_list = []
+    enclosing: Any = ast.parse(f"def enclosing({', '.join(free)}):\n    return {definition.name}")
+    enclosing.body[0].body.insert(0, definition)
     text = ast.unparse(ast.fix_missing_locations(enclosing))
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    flags = function.__code__.co_flags & annotations_flag()
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
     code = compile(text, name, "exec", flags=flags, dont_inherit=True)
     inner = next(c for c in code.co_consts if isinstance(c, types.CodeType))
     return types.FunctionType(inner, function.__globals__)(**free)
@@ -225,13 +220,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # a name that is not bound yet
         return None
-
-
-def annotations_flag() -> int:
-    """Return the flag of code compiled under `from __future__ import annotations`."""
-    import __future__
-
-    return __future__.annotations.compiler_flag
 
 
 class _Editing(ast.NodeTransformer):
@@ -322,13 +310,16 @@ def apply(module: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
 
 
 def put(module: nn.Module, path: str, piece: nn.Module) -> None:
-    """Put a piece at a path, in the mode and in place of what is there; containers on the way are made."""
-    parent, parts = module, path.split(".")
-    for part in parts[:-1]:
-        if not hasattr(parent, part):
-            parent.add_module(part, nn.Module())
-        parent = getattr(parent, part)
-    piece.train(parent.training)
-    setattr(parent, parts[-1], piece) if isinstance(getattr(parent, parts[-1], None), nn.Module) else parent.add_module(
-        parts[-1], piece
-    )
+    """Put a piece at a path, in the mode of its parent and in place of what is there."""
+    parent, leaf = holder_of(module, path)
+    setattr(parent, leaf, piece.train(parent.training))
+
+
+def holder_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a path's last part, and that part; containers on the way are made."""
+    *way, leaf = path.split(".")
+    for part in way:
+        if not hasattr(module, part):
+            module.add_module(part, nn.Module())
+        module = getattr(module, part)
+    return module, leaf
