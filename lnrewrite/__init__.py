@@ -25,7 +25,7 @@ Layers; imports go down only, and tests/test_layers.py enforces it:
     detect/                                         norms recognised by their algebra; residual blocks
     pipeline, spelling, registry                    the run loop, its text form, plugins: standard library
     opgraph, machine, ref, rotations                a view of graphs, an fp64 reference machine, orthogonal matrices
-    stream, text, plan, basis, diagnostics, report  the picture, its text form, edits and refusals: standard library
+    stream, schemes, text, plan, basis, report, ... the picture, its text form, edits and refusals: standard library
 
 `passes/`, imported as `lnrewrite.passes`, stands beside them and sees only the last three rows. The package itself
 never imports it: shipped passes are found through the entry-point group `lnrewrite.passes`, like anyone's.

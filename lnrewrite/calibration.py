@@ -64,8 +64,13 @@ def recorder(module: CapturedModule) -> Record:
 
     def record(batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
         interpreter = _Keeping(module, frozenset(wanted))
-        with evaluating(module), quiet():
-            interpreter.run(*flat_inputs(module, batch), enable_io_processing=False)
+        inputs = flat_inputs(module, batch)
+        try:
+            with evaluating(module), quiet():
+                interpreter.run(*inputs, enable_io_processing=False)
+        except (RuntimeError, IndexError, ValueError) as error:
+            why = f"the model fails on it: {str(error).partition(chr(10))[0]}"
+            raise LnrewriteError("LN022", "calibration data", why, "give data that the model takes") from error
         return interpreter.kept
 
     return record
@@ -81,8 +86,8 @@ class _Keeping(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if n.name in self.wanted:
-            self.kept[n.name] = value.detach()
+        if n.name in self.wanted:  # of an operator with several results, the first
+            self.kept[n.name] = (value[0] if isinstance(value, (tuple, list)) else value).detach()
         return value
 
 

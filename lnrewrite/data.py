@@ -91,20 +91,27 @@ def calibration_for(program: Any, data: str, seed: int = 0) -> list[Batch]:
 
 
 def synthetic(
-    example: Mapping[str, Any], vocabulary: Mapping[str, int] | None = None, batches: int = 8, seed: int = 0
+    example: Mapping[str, Any],
+    vocabulary: Mapping[str, int] | None = None,
+    batches: int = 8,
+    seed: int = 0,
+    keep: bool = False,
 ) -> list[Batch]:
     """Draw `batches` random batches shaped like `example`, the same ones for the same seed.
 
     Floats are normal; integers are uniform below `vocabulary[name]`, by default up to the largest id of the example;
-    masks, token types and positions are the example's own. What is no tensor is left out.
+    masks, token types and positions are the example's own, and with `keep` all integers without a vocabulary. What is
+    no tensor is left out.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: value for name, value in example.items() if isinstance(value, Tensor)}
-    return [{name: _like(name, t, vocabulary or {}, generator) for name, t in tensors.items()} for _ in range(batches)]
+    known = vocabulary or {}
+    own = ("mask", "type", "segment", "position")
+    kept = {n for n in tensors if any(word in n for word in own) or (keep and n not in known)}
+    return [{n: _like(n, t, known, n in kept, generator) for n, t in tensors.items()} for _ in range(batches)]
 
 
-def _like(name: str, tensor: Tensor, vocabulary: Mapping[str, int], generator: torch.Generator) -> Tensor:
-    kept = any(word in name for word in ("mask", "type", "segment", "position"))
+def _like(name: str, tensor: Tensor, vocabulary: Mapping[str, int], kept: bool, generator: torch.Generator) -> Tensor:
     if tensor.dtype is torch.bool or not tensor.numel() or (kept and not tensor.is_floating_point()):
         return tensor.clone()
     above = 0 if tensor.is_floating_point() else vocabulary.get(name, int(tensor.max()) + 1)

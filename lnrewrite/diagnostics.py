@@ -254,7 +254,12 @@ page(
     """A skip spans a whole chain of residual blocks (U-Net, MobileBERT, funnel). Streams inside
      streams are beyond the picture; nothing of them is converted.""",
 )
-page("LN203", "hyper-connection", "Several copies of the stream are mixed by data-dependent weights between blocks.")
+page(
+    "LN203",
+    "hyper-connection or attention residual",
+    """Several copies of the stream are mixed by data-dependent weights between blocks, or blocks read a mixture of
+     earlier states.""",
+)
 page("LN204", "projected skip", "The skip passes through a linear map or a convolution: the stream changes its basis.")
 page(
     "LN205",

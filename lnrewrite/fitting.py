@@ -95,6 +95,8 @@ def _regress(base: Array, target: Array, weight: Array, shift: bool) -> tuple[Ar
     mean_b, mean_t = ((w * base).sum(0), (w * target).sum(0)) if shift else (np.zeros(base.shape[1]),) * 2
     b, t = base - mean_b, target - mean_t
     gram = (w * b).T @ b
+    if not gram.any():
+        return gram, mean_t
     gram += np.eye(len(gram)) * np.trace(gram) / len(gram) * 1e-3
     matrix = np.linalg.solve(gram, (w * b).T @ t).T
     return matrix, mean_t - matrix @ mean_b

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from .plan import Refusal
+from .schemes import scheme
 from .stream import Block, Network, Norm, Site, Stream
 
 
@@ -37,7 +38,7 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
             "gamma": n.gamma is not None and (n.computed or not neutral(n.gamma)),
             "beta": n.beta is not None and not is_zeros(n.beta),
             "origin": list(site.origin[1:]),
-        }
+        } | ({"modulated": site.modulated} if site.modulated else {})
 
     def block(b: Block) -> dict[str, Any]:
         return {
@@ -56,6 +57,7 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
         return {
             "name": s.name,
             "width": s.width,
+            "scheme": scheme(s),
             "blocks": [block(b) for b in s.blocks],
             "embedding_norm": norm(s.embedding, False) if s.embedding else None,
             "final_norm": norm(s.final, False) if s.final else None,
@@ -64,6 +66,7 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
     held = [site for s in network.streams for _, site in s.sites()]
     on_stream = _distinct(site for site in held if site.where != "inner")
     every = _distinct([*held, *network.elsewhere])
+    modulated = dict(sorted(Counter(s.modulated for s in every if s.modulated).items()))
     return {
         "format": format,
         "placement": network.placement,
@@ -72,6 +75,7 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
             "total": len(list(_norms(every))),
             "on_stream": len(list(_norms(on_stream))),
             "kinds": dict(sorted(Counter(str(n.kind) for n in _norms(every)).items())),
+            **({"modulated": modulated} if modulated else {}),
         },
         "refusals": [r.to_dict() for r in network.refusals if isinstance(r, Refusal)],
         "notes": list(notes),

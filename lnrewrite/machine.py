@@ -178,8 +178,11 @@ def normalize(norm: Norm, x: Floats, params: Mapping[str, Floats]) -> Floats:
             u = x / np.maximum(np.sqrt(np.sum(x * x, -1, keepdims=True)), norm.eps)
         case Kind.BATCH if norm.mean and norm.variance:
             u = (x - params[norm.mean]) / np.sqrt(params[norm.variance] + norm.eps)
+        case Kind.POWER if norm.variance:
+            u = x / np.sqrt(params[norm.variance] + norm.eps)
         case other:
             raise ValueError(f"the reference machine cannot run a {other} norm: its statistics are not the channels'")
+    u = u * norm.factor
     u = u * (params[norm.gamma] + norm.plus_one) if norm.gamma is not None else u
     return u + params[norm.beta] if norm.beta is not None else u
 

@@ -48,6 +48,11 @@ class OpGraph:
         return iter(self.ops.values())
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Return the nodes in order."""
+        return tuple(self.ops)
+
+    @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
         """Map each node to the ops that read it, in order; a graph output counts as the user `output`."""
         found: dict[str, list[str]] = {name: [] for name in self.ops}
@@ -76,7 +81,7 @@ class OpGraph:
     def between(self, start: str, end: str) -> list[Op]:
         """Return the ops on the paths from `start` (left out) to `end` (included), in order."""
         first, last, bits = self.index[start], self.index[end], self.ancestors[end]
-        names = list(self.ops)[first + 1 : last + 1]
+        names = self.names[first + 1 : last + 1]
         return [self.ops[n] for n in names if bits >> self.index[n] & 1 and self.reaches(start, n)]
 
     @cached_property

@@ -107,8 +107,9 @@ class Context:
     peaks: Callable[[], Mapping[str, float]] = dict
 
     def gain(self, norm: Norm) -> Any:
-        """Return what a norm multiplies by: a vector [width], 1 + gamma where it is stored so; 1.0 without a gain."""
-        return 1.0 if norm.gamma is None else self.values(norm.gamma).reshape(-1) + norm.plus_one
+        """Return what a norm multiplies by: a vector [width], 1 + gamma where it is stored so; a number without one."""
+        gain = 1.0 if norm.gamma is None else self.values(norm.gamma).reshape(-1) + norm.plus_one
+        return norm.factor * gain
 
     def selected(self, expression: str | None) -> frozenset[str]:
         """Return the names of the blocks that a `blocks=` option selects; None selects all."""

@@ -108,7 +108,12 @@ class Program(Seen):
             why = "the model is on the meta device and holds no numbers"
             raise LnrewriteError("LN026", "calibration", why, "load its weights first, or run exact passes only")
         example = {k: v for k, v in self.example_inputs().items() if isinstance(v, torch.Tensor)}
-        return list(synthetic(example, self.id_limits(), batches=8, seed=seed))
+        found = list(synthetic(example, self.id_limits(), batches=8, seed=seed))
+        try:
+            self._record(found[0], ())
+        except LnrewriteError:  # integers that mean something, such as boxes: those of the example do
+            return list(synthetic(example, self.id_limits(), batches=8, seed=seed, keep=True))
+        return found
 
     def at_other_sizes(self, seed: int) -> Sequence[Batch]:
         """Make up a batch with one row more and one token less, where the model takes that; else none."""

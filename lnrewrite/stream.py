@@ -17,7 +17,10 @@ class Kind(enum.StrEnum):
     """Say what a norm computes over its axis: u = (x - m) / s, then u * gamma + beta.
 
     layer: m = mean, s = sqrt(var + eps). rms: m = 0, s = sqrt(mean(x^2) + eps). std: m = mean, s = std + eps.
-    l2: m = 0, s = max(|x|, eps) or |x| + eps. batch, group: the statistics run over other axes than the channels.
+    l2: m = 0, s = max(|x|, eps), |x| + eps or sqrt(|x|^2 + eps). batch, group, instance: the statistics run over other
+    axes than the channels. power: m = 0, s = sqrt(v + eps) for stored v (PowerNorm, arXiv 2003.07845). dynamic_tanh:
+    u = tanh(a x), no statistics (DyT, arXiv 2503.10622). weight_standardised: what is normed is a weight, not a value
+    (arXiv 1903.10520).
     """
 
     LAYER = "layer"
@@ -26,6 +29,10 @@ class Kind(enum.StrEnum):
     L2 = "l2"
     BATCH = "batch"
     GROUP = "group"
+    INSTANCE = "instance"
+    POWER = "power"
+    TANH = "dynamic_tanh"
+    WEIGHT = "weight_standardised"
 
 
 class Where(enum.StrEnum):
@@ -56,8 +63,9 @@ class Norm:
 
     `plus_one` says that the gain is 1 + gamma (Gemma). `gamma` may be an expression of parameters that no single
     name describes (a sigmoid of a weight): then it is the name of the node that computes it and `computed` is true.
-    `mean` and `variance` name the stored statistics of a batch norm, which make it an affine map. `over` is a norm that
-    this one reads and nothing else does: norm of norm, one after the other.
+    `mean` and `variance` name the stored statistics of a batch norm, which make it an affine map. `factor` is a number
+    that u is multiplied by before the gain (sqrt(width) behind an l2 norm). `over` is a norm that this one reads and
+    nothing else does: norm of norm, one after the other.
     """
 
     kind: Kind
@@ -68,6 +76,7 @@ class Norm:
     computed: bool = False
     mean: str | None = None
     variance: str | None = None
+    factor: float = 1.0
     over: Norm | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +93,8 @@ class Linear:
     A reader contracts that axis with what it reads; a writer produces it. `bias` is the vector added to the map's
     output. `uses` counts the places that read the parameter: an edit changes it for all of them. `exact` is false for
     a map whose bias a shift cannot be folded into (a padded convolution, gathered experts). `table` marks a writer
-    whose rows are taken as they are: looked up (an embedding) or added (a position, a class token).
+    whose rows are taken as they are: looked up (an embedding) or added (a position, a class token). `apart` marks a
+    reader that keeps channels apart (a depthwise convolution): it takes a factor for each, no mixture of them.
     """
 
     param: str
@@ -93,6 +103,7 @@ class Linear:
     uses: int = 1
     exact: bool = True
     table: bool = False
+    apart: bool = False
     node: str = field(default="", compare=False)
 
     @property
@@ -140,7 +151,9 @@ class Site:
     `readers` and `taps` together are every consumer: an edit of the norm's affine is whole when it reaches all of
     them. `writers` are the linears that make up all of its input and serve nothing else; none where it has others (an
     out norm's are the block's, an embedding norm's the stream's sources), `width` the size of what it normalises (0:
-    the stream's). `origin` names the graph nodes that compute the norm: input first, output last.
+    the stream's). `modulated` says that data multiply the norm: `adaptive` (a gain computed from a condition),
+    `time-dependent` (stored gains mixed by a scalar of the condition), `gated` (an activation of another value).
+    `origin` names the graph nodes that compute the norm: input first, output last.
     """
 
     where: Where
@@ -149,6 +162,7 @@ class Site:
     taps: tuple[str, ...] = ()
     writers: tuple[Linear, ...] = ()
     width: int = 0
+    modulated: str = field(default="", compare=False)
     origin: tuple[str, ...] = field(default=(), compare=False)
 
 

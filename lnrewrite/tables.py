@@ -65,7 +65,8 @@ def _stream(stream: Mapping[str, Any], every: bool) -> Iterator[str]:
     rows = [(index, times, last, block) for index, times, last, block in _folded(blocks, every)]
     names = [_shortened(_spanned(block["name"], last["name"])) for _, _, last, block in rows]
     wide = max([len(name) for name in names], default=0)
-    yield f"stream {stream['name']}, width {stream['width']}, {_count(len(blocks), 'block')}"
+    known = f", {stream['scheme']}" if stream.get("scheme") else ""
+    yield f"stream {stream['name']}, width {stream['width']}, {_count(len(blocks), 'block')}{known}"
     yield f"      {'':<{wide}}{_HEAD}"
     if stream["embedding_norm"]:
         yield f"      {'embedding':<{wide}}  x ─●─{'':<26}{norm_words(stream['embedding_norm'])}"
@@ -77,8 +78,10 @@ def _stream(stream: Mapping[str, Any], every: bool) -> Iterator[str]:
 
 
 def norm_words(norm: Mapping[str, Any]) -> str:
-    """Write a norm as `layer 1e-05`, and say where it has no gain."""
-    return f"{norm['kind']} {norm['eps']:g}" + ("" if norm["gamma"] else " bare" if not norm["beta"] else " no gain")
+    """Write a norm as `layer 1e-05`, what data multiply it before that, and say where it has no gain."""
+    said = f"{norm['modulated']} " if norm.get("modulated") else ""
+    gain = "" if norm["gamma"] else " bare" if not norm["beta"] else " no gain"
+    return f"{said}{norm['kind']} {norm['eps']:g}{gain}"
 
 
 def _norms(block: Block) -> str:

@@ -39,7 +39,7 @@ _SCALE = re.compile(rf"(\w+) ([*/])(?:([@%])({_NAME})|([^\s@%]+))( vector)?")
 _NORM = (
     rf"(?P<kind>\w+)\(eps=(?P<eps>[^\s)]+)(?: gamma=(?P<one>1\+)?(?P<sigil>[@%])(?P<gamma>{_NAME}))?"
     rf"(?: beta=@(?P<beta>{_NAME}))?"
-    rf"(?: mean=@(?P<mean>{_NAME}))?(?: variance=@(?P<variance>{_NAME}))?\)"
+    rf"(?: mean=@(?P<mean>{_NAME}))?(?: variance=@(?P<variance>{_NAME}))?(?: factor=(?P<factor>[^\s)]+))?\)"
 )
 _SITE = re.compile(
     rf"(?P<norms>\w+\((?:{_QUOTED}|[^\")])*\)(?: over \w+\((?:{_QUOTED}|[^\")])*\))*)(?: width=(?P<width>\d+))?"
@@ -124,7 +124,7 @@ def _names(names: Iterable[str]) -> str:
 def _linear(linear: Linear) -> str:
     bias = "" if linear.bias is None else f"+@{_name(linear.bias)}"
     uses = [f"uses={linear.uses}"] * (linear.uses != 1)
-    flags = ",".join([*uses, *["inexact"] * (not linear.exact), *["table"] * linear.table])
+    flags = ",".join([*uses, *["inexact"] * (not linear.exact), *["table"] * linear.table, *["apart"] * linear.apart])
     return f"@{_name(linear.param)}:{linear.axis}{bias}" + (f"({flags})" if flags else "")
 
 
@@ -139,6 +139,7 @@ def _norm(norm: Norm) -> str:
     if norm.beta is not None:
         words.append(f"beta=@{_name(norm.beta)}")
     words += [f"{key}=@{_name(name)}" for key in ("mean", "variance") if (name := getattr(norm, key)) is not None]
+    words += [f"factor={norm.factor!r}"] * (norm.factor != 1)
     return f"{norm.kind}({' '.join(words)})" + (f" over {_norm(norm.over)}" if norm.over else "")
 
 
@@ -297,10 +298,10 @@ def _read_names(rest: str) -> tuple[str, ...]:
 def _read_linear(word: str) -> Linear:
     param, axis, bias, uses, flags = _match(_LINEAR, word, "a linear map (@param:axis)").groups()
     marks = set(flags.split(",")) if flags else set()
-    if strange := marks - {"inexact", "table"}:
-        raise ValueError(f"a linear map is inexact or a table, not {sorted(strange)[0]!r}")
+    if strange := marks - {"inexact", "table", "apart"}:
+        raise ValueError(f"a linear map is inexact, a table or apart, not {sorted(strange)[0]!r}")
     held = (_read_name(param), int(axis), _read_optional(bias), int(uses or 1))
-    return Linear(*held, "inexact" not in marks, "table" in marks)
+    return Linear(*held, "inexact" not in marks, "table" in marks, "apart" in marks)
 
 
 def _read_arm(rest: str) -> Arm:
@@ -347,6 +348,7 @@ def _read_norm(rest: str) -> Norm:
         computed=found["sigil"] == "%",
         mean=mean,
         variance=variance,
+        factor=float(found["factor"] or 1),
         over=_read_norm(under) if under else None,
     )
 

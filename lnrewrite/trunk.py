@@ -143,7 +143,8 @@ class Walk:
         else:
             weight = usual(self.trunk) * usual(seen.read)
             found = fit(self.trunk, seen.read, weight, self.beta)
-            if whole and (dense := mix(self.trunk, seen.read, weight, self.beta)):
+            mixing = whole and not any(r.apart for r in readers)
+            if mixing and (dense := mix(self.trunk, seen.read, weight, self.beta)):
                 found = dense
             fits.append(found)
             scale, shift = self.vector(found.scale), self.vector(found.shift)

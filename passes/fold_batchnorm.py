@@ -71,9 +71,9 @@ class FoldBatchnorm:
         """Propose one edit for each batch norm."""
         edits, refusals, vectors = list[Edit](), list[Refusal](), Vectors()
         for name, block, site in stream.located():
-            if site.norm.kind is not Kind.BATCH:
+            if site.norm.kind not in {Kind.BATCH, Kind.POWER}:
                 continue
-            if not (site.norm.mean and site.norm.variance or site.norm.computed) or site.norm.over:
+            if not (site.norm.variance or site.norm.computed) or site.norm.over:
                 why = "its statistics are not stored"
                 refusals.append(Refusal("LN111", name, why, "capture the model in eval mode"))
                 continue
@@ -95,8 +95,8 @@ def _affine(site: Site, context: Context, vectors: Vectors) -> tuple[Any, Any]:
     if norm.computed:
         a, s = context.affine(site.origin[0], site.origin[-1])
         return vectors.add(a), vectors.add(s)
-    mean, variance = context.values(str(norm.mean)).reshape(-1), context.values(str(norm.variance)).reshape(-1)
-    a = context.gain(norm) / np.sqrt(variance + norm.eps)
+    mean = context.values(norm.mean).reshape(-1) if norm.mean else 0.0
+    a = context.gain(norm) / np.sqrt(context.values(str(norm.variance)).reshape(-1) + norm.eps)
     return vectors.add(a), vectors.add((context.values(norm.beta).reshape(-1) if norm.beta else 0.0) - a * mean)
 
 

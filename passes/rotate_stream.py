@@ -89,6 +89,8 @@ class _Rotated(Basis):
 
     def back(self, readers: tuple[Linear, ...]) -> tuple[Operation, ...]:
         assert isinstance(self.value, Rotation)
+        if apart := [r.param for r in readers if r.apart]:
+            raise Closed("LN103", f"{apart[0]} reads each channel apart (depthwise)", "leave the stream as it is")
         return tuple(FoldReader(r, self.value.transposed) for r in readers)
 
     def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:

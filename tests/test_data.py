@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+import lnrewrite as lnr
 from lnrewrite.data import Batch, load_data, synthetic
 from lnrewrite.diagnostics import LnrewriteError
 
@@ -253,3 +254,23 @@ def test_reading_arrays_imports_no_transformers(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "d.npy")], capture_output=True, text=True, check=True
     )
     assert out.stdout.strip() == "False"
+
+
+class Boxes(nn.Module):
+    """Look up sides of boxes: integers that mean something, as LayoutLM takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.norm, self.up, self.down = nn.Embedding(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, boxes: Tensor) -> Tensor:
+        x = self.side(boxes[..., 1] - boxes[..., 0])
+        found: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return found
+
+
+def test_integers_that_mean_something_are_the_examples_own() -> None:
+    boxes = torch.tensor([[[0, 7], [3, 5]], [[1, 2], [2, 6]]])
+    program = lnr.capture(Boxes(), (boxes,))
+    assert all(torch.equal(batch["boxes"], boxes) for batch in program.synthetic(0))
+    assert lnr.Pipeline.parse("place{to=peri}").run(program).report.edits == 1

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import lnrewrite as lnr
 from nets import randomise
+from test_norms import Power, WrittenBatch
 
 WIDTH = 8
 
@@ -166,3 +167,30 @@ def test_batch_norms_of_an_onnx_file(opset: int, tmp_path: Path) -> None:
     assert result.report.edits == 5
     result.program.save(tmp_path / "folded.onnx")
     assert lnr.verify(onnx, lnr.load(str(tmp_path / "folded.onnx")))["max_rel"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", [Power, WrittenBatch])
+def test_norms_by_stored_numbers_written_out_fold(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = randomise(nn.Sequential(nn.Linear(5, WIDTH), kind(WIDTH), nn.Linear(WIDTH, 3))).double().eval()
+    x = torch.randn(4, 6, 5, dtype=torch.float64)
+    result = lnr.Pipeline.parse("fold-batchnorm").run(lnr.capture(module, (x,)))
+    assert result.report.edits == 1
+    assert result.program.inspect()["norms"]["total"] == 0
+    assert (module(x) - result.program.module()(x)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("padding", [1, "same"])
+def test_convolutions_of_every_sort_take_a_bias(dims: int, padding: int | str) -> None:
+    """As many places as channels: a bias that lands on the wrong axis would not even be noticed by its shape."""
+    torch.manual_seed(0)
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](3, WIDTH, 3, padding=padding, bias=False)
+    norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1](WIDTH)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    module = randomise(nn.Sequential(conv, norm, nn.ReLU())).double().eval()
+    x = torch.randn(2, 3, *[WIDTH] * dims, dtype=torch.float64)
+    result = lnr.Pipeline.parse("fold-batchnorm").run(lnr.capture(module, (x,)))
+    assert result.report.edits == 1
+    assert (module(x) - result.program.module()(x)).abs().max() < 1e-12

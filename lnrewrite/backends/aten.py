@@ -81,6 +81,12 @@ def _group_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
     return "group_norm", (x, w, b), {"groups": groups, "eps": 1e-5 if eps is None else eps}
 
 
+def _instance_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
+    """Describe one by statistics of the input; by stored ones it is a batch norm."""
+    stored = not args[5]
+    return ("batch_norm" if stored else "instance_norm"), tuple(args[: 5 if stored else 3]), {"eps": args[7]}
+
+
 def _convolution(args: list[Any], kw: dict[str, Any]) -> Normalised:
     x, w, b = (args + [None] * 3)[:3]
     padding, groups = (args[4] if len(args) > 4 else 0), (args[6] if len(args) > 6 else 1)
@@ -135,6 +141,11 @@ def _index_select(args: list[Any], kw: dict[str, Any]) -> Normalised:
     return "gather", (args[0],), {"axes": (args[1],)}
 
 
+def _gather(args: list[Any], kw: dict[str, Any]) -> Normalised:
+    """Name torch.gather, which picks each element by its own index, apart from picking whole slices."""
+    return "gather_elements", (args[0], args[2]), {}
+
+
 def _repeat_interleave(args: list[Any], kw: dict[str, Any]) -> Normalised:
     axis = args[2] if len(args) > 2 else kw.get("dim")
     return ("repeat_interleave", (args[0],), {}) if axis is None else ("gather", (args[0],), {"axes": (axis,)})
@@ -158,12 +169,12 @@ RULES: dict[str, Rule] = {
     "mean": _reduce("mean"), "sum": _reduce("sum"), "var": _spread("var"), "std": _spread("std"),
     "linalg_vector_norm": _vector_norm, "norm": _vector_norm, "layer_norm": _layer_norm,
     "native_layer_norm": _layer_norm, "rms_norm": _rms_norm, "batch_norm": _batch_norm, "group_norm": _group_norm,
-    "_native_batch_norm_legit_no_training": _native_batch_norm,
+    "instance_norm": _instance_norm, "_native_batch_norm_legit_no_training": _native_batch_norm,
     "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution_general,
     "permute": _permute, "transpose": _transpose, "t": _t, "expand": _first("expand"), "expand_as": _first("expand"),
     "_to_copy": _first("cast"), "to": _first("cast"), "type_as": _first("cast"), "addmm": _addmm,
     "slice": _slice, "narrow": _slice, "select": _select, "index": _index, "index_select": _index_select,
-    "repeat_interleave": _repeat_interleave,
+    "repeat_interleave": _repeat_interleave, "gather": _gather,
     "clamp": _clamp, "add": _scaled("add"), "sub": _scaled("sub"), "roll": _first("roll"), "flip": _first("flip"),
     "constant_pad_nd": _first("pad"), "pad": _first("pad"), "native_dropout": _first("dropout"),
     "zeros_like": lambda a, k: ("const", (), {}), "ones_like": lambda a, k: ("const", (), {}),

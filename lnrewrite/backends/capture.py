@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 from ..diagnostics import LnrewriteError
 from .captured import CapturedModule, unlift
 
+TANGLED = 300
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -229,12 +231,32 @@ def _dynamic(
             if spec is None:
                 break
             continue
+        if spec is every and (formulas := _tangled(program)) > TANGLED:
+            notes.append(f"{attempts[1][0]}: {formulas} shapes depend on it by remainders, too many to follow")
+            continue
         captured = unlift(program, names, _frozen(module))
         if spec is None or holds(module, captured, args, kwargs):
-            if note:
+            if note and note not in " ".join(notes):
                 notes.append(f"{note}: the model did not run, or differed, at a second size")
             return captured
-    return unlift(_export(module, args, kwargs, None, notes, children), names, _frozen(module))
+    captured = unlift(_export(module, args, kwargs, None, notes, children), names, _frozen(module))
+    if not any(t.is_meta for t in module.parameters()):
+        try:
+            captured(*args, **kwargs)
+        except Exception as error:
+            why = f"what was captured fails on its own example inputs: {str(error).partition(chr(10))[0]}"
+            remedy = "see `lnrewrite explain LN023`; give inputs that take the path you mean"
+            raise LnrewriteError("LN023", type(module).__name__, why, remedy) from error
+    return captured
+
+
+def _tangled(program: ExportedProgram) -> int:
+    """Count the values whose shapes are computed by remainders of a dynamic size: padding to chunks in unrolled loops.
+
+    Each costs torch.export some 20 ms: two layers of a chunked linear attention take a minute.
+    """
+    shapes = [getattr(n.meta.get("val"), "shape", ()) for n in program.graph.nodes]
+    return sum(any("Mod(" in str(d) for d in shape) for shape in shapes)
 
 
 def holds(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

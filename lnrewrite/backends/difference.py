@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from ..detect.norms import Found
+from ..detect.found import Found
 from ..diagnostics import LnrewriteError
 from ..opgraph import OpGraph
 from .captured import Called, CapturedModule

@@ -16,7 +16,10 @@ from .surgery import Edge
 from .values import CHUNK, Change, Floats
 
 aten = torch.ops.aten
-BIASED = {aten.linear.default, aten.conv1d.default, aten.conv2d.default}
+BIASED = {
+    aten.linear.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding,
+    aten.conv2d.padding, aten.conv3d.padding, aten.convolution.default,
+}  # fmt: skip
 """Linear maps that take a bias as their third argument."""
 
 
@@ -130,20 +133,24 @@ class FxEditor:
         assert node is not None
         return node
 
+    def tensor(self, param: str) -> torch.Tensor:
+        """Return a parameter, or a buffer: stored statistics, positions that are computed once."""
+        tensor = stored(self.module, param)
+        assert tensor is not None
+        return tensor
+
     def read(self, param: str) -> Floats:
         """Return a parameter's present values."""
-        tensor = stored(self.module, param)  # a buffer too: stored statistics
-        assert tensor is not None
-        return numpy_of(tensor)
+        return numpy_of(self.tensor(param))
 
     def rows(self, param: str, axis: int) -> Iterator[Floats]:
         """Yield a parameter's present values [..., size of axis]."""
-        return map(numpy_of, pieces_of(self.module.get_parameter(param), axis))
+        return map(numpy_of, pieces_of(self.tensor(param), axis))
 
     def transform(self, param: str, axis: int | None, change: Change) -> None:
         """Replace a parameter's values in place, piece by piece."""
         with torch.no_grad():
-            for piece in pieces_of(self.module.get_parameter(param), axis):
+            for piece in pieces_of(self.tensor(param), axis):
                 piece.copy_(torch.from_numpy(change(numpy_of(piece)).reshape(piece.shape)))
 
     def create(self, name: str, values: Floats, like: fx.Node) -> str:
@@ -202,6 +209,8 @@ def _origins(node: fx.Node) -> list[fx.Node]:
 def pieces_of(parameter: torch.Tensor, axis: int | None) -> Iterator[torch.Tensor]:
     """Yield views [..., size of axis] of at most about `CHUNK` numbers that make up a parameter; None: one, flat."""
     values = parameter.detach()
+    if not values.numel():
+        return
     if axis is None or values.dim() == 1:
         yield values.view(-1) if axis is None else values.view(1, -1)
         return

@@ -62,17 +62,24 @@ def _call(node: fx.Node, operand: Any) -> Op:
     value = node.meta["val"]
     target = node.target
     name = str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
-    kind, inputs, attrs = normalise(name, list(node.args), dict(node.kwargs))
+    kind, inputs, attrs = _item(node) if name == "getitem" else normalise(name, list(node.args), dict(node.kwargs))
     flat: list[Operand] = []
     for item in inputs:
         flat += [operand(i) for i in item] if isinstance(item, (list, tuple)) else [operand(item)]
-    if name == "getitem":
-        attrs = {"item": node.args[1]}
     if kind in NORMS and isinstance(value, (tuple, list)):
         value = value[0]
     if isinstance(value, torch.Tensor):
         return Op(node.name, kind, tuple(flat), attrs, _shape(value), _dtype(value))
     return Op(node.name, kind, tuple(flat), attrs)
+
+
+def _item(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """Describe one of an operator's several results; each of var_mean's two is a statistic of its own."""
+    source, item = node.args
+    if isinstance(source, fx.Node) and getattr(source.target, "_opname", "") == "var_mean":
+        _, inputs, attrs = normalise("var", list(source.args), dict(source.kwargs))
+        return "mean" if item else "var", inputs, attrs
+    return "getitem", (source,), {"item": item}
 
 
 def _is_alias(op: Op, source: Op) -> bool:

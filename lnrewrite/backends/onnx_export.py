@@ -14,7 +14,7 @@ from onnxscript.optimizer import fold_constants
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..detect.norms import Found
+from ..detect.found import Found
 from ..diagnostics import LnrewriteError
 from ..stream import Kind, Norm
 from .capture import export_again, quiet
@@ -26,6 +26,7 @@ from .onnx_shapes import infer_shapes
 OPSET, OPSETS = 18, range(18, 26)
 """The opset that is written where none is asked for, and those that torch.onnx writes."""
 AXES = ("batch", "sequence")
+OTHER_OPSET = "see `lnrewrite explain LN501`; another --opset may do"
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
 COPIES = {aten.reshape.default, aten.clone.default}
@@ -58,13 +59,15 @@ def to_onnx(
             program = export_again(semantic.finish(), args, kwargs)
             exported = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=opset, verbose=False)
         except Exception as error:
-            remedy = "see `lnrewrite explain LN501`; another --opset may do"
-            raise LnrewriteError("LN501", "the model", _reason(error), remedy) from error
+            raise LnrewriteError("LN501", "the model", _reason(error), OTHER_OPSET) from error
         assert exported is not None
         model = exported.model
         if model.opset_imports[""] != opset:
             raise LnrewriteError("LN503", f"opset {opset}", "onnxscript cannot convert to it", f"give --opset {OPSET}")
-        _clean(model, semantic.module)
+        try:
+            _clean(model, semantic.module)
+        except RuntimeError as error:  # an evaluator of onnxscript that fails on an operator
+            raise LnrewriteError("LN501", "the model", str(error), OTHER_OPSET) from error
         _name(model, module)
         exported.rename_axes(_axes(model))
         infer_shapes(model)

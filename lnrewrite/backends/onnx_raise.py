@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..detect.norms import Found
+from ..detect.found import Found
 from ..opgraph import OpGraph
 from ..stream import Kind
 from .onnx_norms import OPERATORS, SITE, attributes, constant, ones

@@ -43,6 +43,8 @@ def _runs(rows: Floats, width: int, change: Change) -> Floats:
 
 def pieces(array: NDArray[Any], axis: int | None) -> Iterator[NDArray[Any]]:
     """Yield views [..., size of axis] of at most about `CHUNK` numbers that make up an array; None: one, flat."""
+    if not array.size:
+        return
     if axis is None:
         yield array.reshape(-1)
         return

@@ -52,6 +52,10 @@ def _reshape(op: Op, x: Any) -> Any:
     shape = [d if isinstance(d, int) else -1 for d in op.shape or ()]
     if shape.count(-1) > 1:
         shape = [x.shape[i] if d == -1 and i < x.ndim else d for i, d in enumerate(shape)]
+    kept = [d for d in x.shape if d != 1]
+    if -1 not in shape and np.prod(shape) != x.size and len(kept) == sum(d != 1 for d in shape):
+        rest = iter(kept)  # fewer rows are tried than the graph was made for; axes of one come and go
+        shape = [1 if d == 1 else next(rest) for d in shape]
     return np.reshape(x, shape)
 
 
@@ -82,7 +86,8 @@ RUN: dict[str, Callable[..., Any]] = {
     "pow": lambda op, a, b: np.power(a, b), "square": lambda op, a: a * a, "sqrt": lambda op, a: np.sqrt(a),
     "rsqrt": lambda op, a: 1 / np.sqrt(a), "reciprocal": lambda op, a: 1 / a, "abs": lambda op, a: np.abs(a),
     "exp": lambda op, a: np.exp(a), "sigmoid": lambda op, a: 1 / (1 + np.exp(-a)), "tanh": lambda op, a: np.tanh(a),
-    "clamp_min": lambda op, a, b: np.maximum(a, b), "maximum": lambda op, a, b: np.maximum(a, b),
+    "clamp": lambda op, a, b, c: np.clip(a, b, c), "clamp_min": lambda op, a, b: np.maximum(a, b),
+    "maximum": lambda op, a, b: np.maximum(a, b),
     "cast": lambda op, a: a, "expand": lambda op, a: a, "mean": _mean, "sum": _sum, "var": _var,
     "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,
     "sum_square": _sum_square, "reshape": _reshape, "slice": _slice, "batch_norm": _batch_norm,

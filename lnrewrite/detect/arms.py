@@ -42,7 +42,7 @@ def _follow(graph: OpGraph, maker: Op, region: Collection[str], closed: Collecti
             op = graph[user]
             if taker := read(graph, op, value, -1):
                 takers[user] = taker
-                runs.add(run if axis == -1 else 0)
+                runs.add(run if axis == -1 and not taker.apart else 0)
             elif (step := _onward(graph, op, value, axis, run, maker.name)) is not None:
                 if user not in values:
                     values.append(user)

@@ -7,20 +7,23 @@ a norm that the branch ends in is an `out` norm.
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from ..opgraph import CASTS, SHAPE, OpGraph
 from ..stream import Anchor, Arm, Block, Kind, Linear, Network, Scale, Site, Stream, Where
 from . import scales as scales_
 from .arms import find_arms
+from .branches import branch_kind
 from .edges import Edge, computed, readers, writers
+from .found import Found
 from .joins import WEIGHTED, Join, find_joins, nearest_miss, scaled
+from .modulation import modulation
 from .naming import common, name_blocks, stream_name
-from .norms import Found, find_norms, stacked
+from .norms import find_norms, stacked
 
 ACTIVATIONS = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu", "relu6"})
-ROUTERS = frozenset({"topk", "one_hot", "histc", "bincount"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class _Detector:
         found, self.refusals = find_norms(graph)
         self.norms = stacked(graph, found)
         self.inside = {m: f.output for f in self.norms.values() for m in f.members}
+        self.ordered = sorted(((graph.index[o], f) for o, f in self.norms.items()), key=itemgetter(0))
         self.joins, refused = find_joins(graph)
         self.closed = bool(refused)
         self.refusals += refused
@@ -157,15 +161,14 @@ class _Detector:
         return Edge(edge.linears, tuple(dict.fromkeys(o if o == "output" else self.graph[o].kind for o in others)))
 
     def post_norms(self, chain: list[tuple[Join, Link]]) -> list[Found | None]:
-        """Return each join's trunk norm. The last one has no next skip to tell: its nearest sibling decides."""
+        """Return each join's trunk norm. The last one has no next skip to tell: the sibling most like it decides."""
         found = [self.norms[link.norm] if link.norm else None for _, link in chain[1:]]
         last = self.norm_after(chain[-1][0].total)
         if last is None:
             return [*found, None]
-        kinds = [self.kind(join, join.branches[0][0]) for join, _ in chain]
-        alike = [f is not None for f, k in zip(found, kinds, strict=False) if k == kinds[-1]]
-        if nearest := (alike or [f is not None for f in found])[-1:]:
-            post = nearest[0]
+        kinds = [branch_kind(self.graph, join.root, join.branches[0][0]) for join, _ in chain]
+        if found:
+            post = found[_sibling(kinds, [f is not None for f in found])] is not None
         else:
             join = chain[-1][0]
             branch = join.branches[0][0]
@@ -217,7 +220,8 @@ class _Detector:
         entries, leave = self.entries(join.root, branch), self.exit(join.root, branch)
         sites = [self.site(Where.IN, f, None) for f in entries]
         edge_norms = {f.output for f in entries} | ({leave.output} if leave else set())
-        inner = [f for o, f in self.norms.items() if o in region and o not in edge_norms and o not in self.used]
+        near = self.norms_between(join.root, branch)
+        inner = [f for f in near if f.output in region and f.output not in edge_norms | self.used]
         sites += [self.site(Where.INNER, f, branch) for f in inner]
         sites += [self.site(Where.OUT, leave, None)] if leave else []
         sites += [self.site(Where.POST, post, None)] if post else []
@@ -232,7 +236,7 @@ class _Detector:
         opaque = self.opaque(edges, ends, join, entries, region)
         if leave and (outer.value != leave.output or set(graph.users[branch]) != {add}):
             opaque = "; ".join([*([opaque] if opaque else []), f"ends in {graph[outer.value].kind}"])
-        kind = self.kind(join, branch)
+        kind = branch_kind(graph, join.root, branch)
         done = ends.path | {o.name for o in graph.between(inside.value, branch)} | self.inside.keys()
         early = {o for o in region for f in entries if graph.reaches(o, f.source)}
         between = tuple(sorted(region - done - early, key=graph.index.__getitem__))
@@ -289,8 +293,8 @@ class _Detector:
     def entries(self, root: str, branch: str) -> list[Found]:
         """Return the norms of the branch that read the root, straight or through casts, shapes and scales."""
         found: list[Found] = []
-        for out, norm in self.norms.items():
-            if out == root or not self.graph.reaches(out, branch) or not self.graph.reaches(root, norm.source):
+        for norm in self.norms_between(root, branch):
+            if not self.graph.reaches(norm.output, branch) or not self.graph.reaches(root, norm.source):
                 continue
             name = norm.source
             while name != root and (step := self.back(name)):
@@ -298,6 +302,11 @@ class _Detector:
             if name == root:
                 found.append(norm)
         return found
+
+    def norms_between(self, start: str, end: str) -> list[Found]:
+        """Return the norms whose outputs come after one node and no later than another."""
+        first, last = (bisect_right(self.ordered, self.graph.index[n], key=itemgetter(0)) for n in (start, end))
+        return [found for _, found in self.ordered[first:last]]
 
     def back(self, name: str) -> str | None:
         op = self.graph[name]
@@ -326,11 +335,11 @@ class _Detector:
         if branch and not self.dominates(found, branch):
             taps = (*taps, "off the branch's main path")
         width = self.graph.width(found.source, found.axis) if where is Where.INNER else 0
-        writes = self.makers(found, width) if where is Where.INNER else ()
+        writes = self.makers(found, width) if where is Where.INNER and found.norm.kind is not Kind.WEIGHT else ()
         origin = (found.source, *sorted(found.members, key=self.graph.index.__getitem__))
         origin = (*[o for o in origin if o != found.output], found.output)
         reads = tuple(dict.fromkeys(map(self.counted, edge.linears)))
-        return Site(where, found.norm, reads, taps, writes, width, origin)
+        return Site(where, found.norm, reads, taps, writes, width, modulation(self.graph, found), origin)
 
     def makers(self, found: Found, width: int) -> tuple[Linear, ...]:
         """Return the linears that make up all of a norm's input, where they serve nothing else."""
@@ -353,29 +362,7 @@ class _Detector:
         return not [n for n in heavy if any(o.kind in WEIGHTED for o in graph.between(self.root_of(n), n))]
 
     def root_of(self, name: str) -> str:
-        roots = [j.root for j in self.joins if self.graph.reaches(j.root, name)]
-        return roots[-1] if roots else name
-
-    def kind(self, join: Join, branch: str) -> str:
-        """Name what a branch computes: attention, moe, ssm, conv, mlp or other."""
-        ops = self.graph.between(join.root, branch)
-        kinds = Counter(o.kind for o in ops)
-        soft = any(k in kinds for k in ("softmax", "_softmax", "_safe_softmax"))
-        products = [o for o in ops if o.kind in {"matmul", "bmm", "einsum"} and len(o.data) > 1]
-        data = [o for o in products if all(n not in self.graph.constant for n in o.data[:2])]
-        if "scaled_dot_product_attention" in kinds or (soft and len(data) >= 2):
-            return "attention"
-        if any(k in kinds for k in ROUTERS):
-            return "moe"
-        wide = any(o.kind == "conv" and any(k != 1 for k in self.kernel(o.data[1])) for o in ops)
-        if "cumsum" in kinds or (wide and ("softplus" in kinds or "exp" in kinds)):
-            return "ssm"
-        if wide:
-            return "conv"
-        return "mlp" if "linear" in kinds or products or "conv" in kinds else "other"
-
-    def kernel(self, weight: str) -> tuple[int | str, ...]:
-        return (self.graph[weight].shape or ())[2:]
+        return next((j.root for j in reversed(self.joins) if self.graph.reaches(j.root, name)), name)
 
     def taps(self, chain: list[tuple[Join, Link]]) -> tuple[str, ...]:
         """Return what else reads the trunk before its last state: no block, no norm and no sum of this stream."""
@@ -395,3 +382,19 @@ class _Detector:
                 if user == "output" or (user not in known and user not in self.inside):
                     found.append("output" if user == "output" else self.graph[user].kind)
         return tuple(dict.fromkeys(found))
+
+
+def _sibling(kinds: list[str], posts: list[bool]) -> int:
+    """Return which sum is most like the last: of its kind, with the longest like history, and then the nearest.
+
+    `posts` says of every sum but the last whether a trunk norm follows it.
+    """
+    last, before = len(kinds) - 1, list(zip(kinds, posts, strict=False))
+
+    def likeness(i: int) -> tuple[bool, int, int]:
+        history = 0
+        while history < i and before[i - 1 - history] == before[last - 1 - history]:
+            history += 1
+        return kinds[i] == kinds[last], history, i
+
+    return max(range(last), key=likeness)

@@ -79,7 +79,7 @@ def parameter(graph: OpGraph, name: Operand, axis: int) -> tuple[str, int, bool]
             return None
         if op.kind in CASTS:
             name = op.inputs[0]
-        elif op.kind in SHAPE or op.kind == "gather":
+        elif op.data and (op.kind in SHAPE or op.kind == "gather"):
             before = moved(graph, op, axis, back=True)
             if before is None:
                 return None
@@ -87,6 +87,28 @@ def parameter(graph: OpGraph, name: Operand, axis: int) -> tuple[str, int, bool]
         else:
             return None
     return None
+
+
+def parameter_behind(graph: OpGraph, name: Operand) -> str | None:
+    """Return the parameter behind a value, through casts and reshapes."""
+    while isinstance(name, str):
+        op = graph[name]
+        if op.kind == "param":
+            return str(op.attrs["param"])
+        if op.kind not in {"cast", "reshape", "expand"}:
+            return None
+        name = op.inputs[0]
+    return None
+
+
+def is_vector(graph: OpGraph, name: Operand, width: int, axis: int) -> bool:
+    """Say whether a constant value is one number per channel of `axis`."""
+    if not isinstance(name, str) or name not in graph.constant or width < 2:
+        return False
+    shape = graph[name].shape or ()
+    if axis == -1 or len(shape) < -axis:
+        return graph.is_channel_vector(name, width) and axis == -1
+    return shape[axis] == width and all(d == 1 for i, d in enumerate(shape) if i - len(shape) != axis)
 
 
 def computed(graph: OpGraph) -> Iterator[str]:
@@ -128,7 +150,8 @@ def read(graph: OpGraph, op: Op, value: str, axis: int) -> Linear | None:
         depthwise = groups == graph.width(value, axis)
         if groups == 1 or depthwise:
             exact = not (op.attrs["padded"] or depthwise)
-            return _linear(graph, op, op.inputs[1], -rank if depthwise else 1 - rank, exact)
+            found = _linear(graph, op, op.inputs[1], -rank if depthwise else 1 - rank, exact)
+            return replace(found, apart=True) if found and depthwise and groups != 1 else found
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,12 +34,14 @@ def find_joins(graph: OpGraph) -> tuple[list[Join], list[Refusal]]:
     """Return the residual sums in execution order, inner ones left out, and what is beyond the picture."""
     found: list[Join] = []
     refusals: list[Refusal] = []
+    states: set[str] = set()
     for op in graph:
         if op.kind == "add" and len(op.data) == 2 and not _flattens(graph, op.name):
-            join = _join(graph, op.name, refusals)
+            join = _join(graph, op.name, states, refusals)
             if join:
                 found.append(join)
-    return _outermost(graph, found, refusals), refusals
+                states.add(join.total)
+    return _outermost(graph, _own(graph, found), refusals), refusals
 
 
 def mixes(graph: OpGraph, start: str, end: str) -> bool:
@@ -133,6 +136,14 @@ def trunk(graph: OpGraph, term: str) -> Iterator[str]:
         yield term
 
 
+def _states(graph: OpGraph, root: str) -> Iterator[str]:
+    """Yield what a trunk value carries on, through norms that are one operator too (post-LN)."""
+    for name in trunk(graph, root):
+        yield name
+        if graph[name].kind in {"layer_norm", "rms_norm"}:
+            yield from _states(graph, graph[name].data[0])
+
+
 def scaled(graph: OpGraph, name: str) -> str | None:
     """Return what a constant factor (or shift), one number or one per channel, is applied to; None for other ops."""
     op = graph[name]
@@ -147,7 +158,7 @@ def scaled(graph: OpGraph, name: str) -> str | None:
     return None
 
 
-def _join(graph: OpGraph, total: str, refusals: list[Refusal]) -> Join | None:
+def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal]) -> Join | None:
     rank = len(graph[total].shape or ())
     if max(graph.width(total), graph.width(total, 1 - rank)) < 2:
         return None
@@ -156,12 +167,20 @@ def _join(graph: OpGraph, total: str, refusals: list[Refusal]) -> Join | None:
         others = [(t, add) for t, add in terms if t != skip and _same_shape(graph, t, total)]
         for root in trunk(graph, skip):
             branches = [(t, add) for t, add in others if t != root and _is_sublayer(graph, root, t)]
-            if not branches or not _carries_features(graph, root):
+            if not branches or not _carries_features(graph, root) or _biases_scores(graph, root, branches):
                 continue
             extra = [t for t, _ in others if t not in {b for b, _ in branches} and graph.reaches(t, branches[0][0])]
+            if extra and root not in states and graph[root].kind in WEIGHTED | {"add"}:
+                continue  # a sublayer with a bypass, inside the branch of what is extra
             if extra:
                 why = f"the sum {total} carries two earlier states of the stream, {root} and {extra[0]}"
                 refusals.append(Refusal("LN202", total, why, CLOSED))
+            if spread := [t for t, _ in branches if _is_outer(graph, root, t)]:
+                why = f"the branch {spread[0]} is written to several streams by weights computed from the data"
+                refusals.append(Refusal("LN203", total, why, CLOSED))
+            if gathered := _reads_earlier(graph, root, branches):
+                why = f"the branch {branches[0][0]} reads a mixture of {root} and the earlier state {gathered}"
+                refusals.append(Refusal("LN203", total, why, CLOSED))
             return Join(total, skip, root, _merged(graph, root, branches))
     return None
 
@@ -175,6 +194,53 @@ def _carries_features(graph: OpGraph, name: str) -> bool:
     )
 
 
+def _is_outer(graph: OpGraph, root: str, end: str) -> bool:
+    """Say whether a value is an outer product of two values of the branch: hyper-connections write that way."""
+    while graph[end].kind in SHAPE | CASTS:
+        end = graph[end].data[0]
+    factors = [n for n in graph[end].data if n not in graph.constant and graph.reaches(root, n)]
+    if graph[end].kind != "mul" or len(factors) != 2:
+        return False
+    one, two = (graph[n].shape or () for n in factors)
+    pairs = list(zip(one[::-1], two[::-1], strict=False))
+    return any(a == 1 != b for a, b in pairs) and any(b == 1 != a for a, b in pairs)
+
+
+def _reads_earlier(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -> str:
+    """Return an earlier state that a branch stacks with its root, to attend over depth (attention residuals), or ''."""
+    region = [op for branch, _ in branches for op in graph.between(root, branch)]
+    rank = len(graph[root].shape or ())
+    for stack in (op for op in region if op.kind == "cat" and len(op.shape or ()) == rank + 1):
+        todo, found = list(stack.data), []
+        while todo:
+            name = todo.pop()
+            if name == root or (_same_shape(graph, name, root) and graph.reaches(name, root)):
+                found.append(name)
+            elif graph[name].kind in SHAPE | CASTS | {"cat"}:
+                todo += graph[name].data
+        if root in found and len(found) > 1:
+            return next(n for n in found if n != root)
+    return ""
+
+
+def _biases_scores(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -> bool:
+    """Say whether all that branches do with a value is to add it to attention scores: a bias that layers share."""
+    region = {op.name for branch, _ in branches for op in graph.between(root, branch)}
+    todo, seen = [root], {root}
+    while todo:
+        value = todo.pop()
+        for user in graph.users[value]:
+            op = graph[user] if user in region and user not in seen else None
+            if op is None or "softmax" in op.kind:
+                continue
+            mask = op.kind == "scaled_dot_product_attention" and value not in op.inputs[:3]
+            if not mask and op.kind not in SHAPE | CASTS | {"add", "mul", "div", "where", "masked_fill"}:
+                return False
+            seen.add(user)
+            todo += [] if mask else [user]
+    return True
+
+
 def _is_sublayer(graph: OpGraph, root: str, end: str) -> bool:
     if not graph.reaches(root, end):
         return False
@@ -182,11 +248,12 @@ def _is_sublayer(graph: OpGraph, root: str, end: str) -> bool:
 
 
 def _merged(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Let token-wise terms that are summed among themselves first count as one branch: routed and shared experts."""
+    """Let terms that are summed among themselves first count as one branch: experts, or one computed from the other."""
     while True:
         for i, (a, add) in enumerate(branches):
             for b, other in branches[i + 1 :]:
-                if other == add and not mixes(graph, root, a) and not mixes(graph, root, b):
+                tokenwise = not mixes(graph, root, a) and not mixes(graph, root, b)
+                if other == add and (tokenwise or graph.reaches(a, b)):
                     rest = [p for p in branches if p[0] not in {a, b}]
                     branches = sorted([*rest, (add, graph.users[add][0])], key=lambda p: graph.index[p[0]])
                     break
@@ -200,22 +267,43 @@ def _merged(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -> tuple
 def _outermost(graph: OpGraph, joins: list[Join], refusals: list[Refusal]) -> list[Join]:
     """Drop sums that lie inside a branch, and refuse skips that span a chain of blocks."""
     inner: set[str] = set()
-    by_total = {j.total: j for j in joins}
+    ends = [graph.index[j.total] for j in joins]
     users: dict[str, str] = {}
-    for outer in joins:
+    for at, outer in enumerate(joins):
         for branch, _ in outer.branches:
             if branch in users:
-                why = f"the branch {branch} is added to two streams, at {users[branch]} and {outer.total}"
+                why = f"the branch {branch} is added to two streams (ResiDual), at {users[branch]} and {outer.total}"
                 refusals.append(Refusal("LN207", outer.total, why, CLOSED))
             users[branch] = outer.total
-        held = [j for j in joins if j is not outer and _inside(graph, j, outer)]
-        chained = [j for j in held if any(t in by_total and by_total[t] in held for t in trunk(graph, j.root))]
+        first = bisect_right(ends, graph.index[outer.root])
+        held = [j for j in joins[first:at] if _inside(graph, j, outer)]
+        sums = {j.total for j in held}
+        chained = [j for j in held if any(t in sums for t in _states(graph, j.root))]
         if chained or any(j.root == outer.root for j in held):
             blocks = ", ".join(j.total for j in held[:3])
             why = f"the skip from {outer.root} to {outer.total} spans the residual blocks {blocks}"
             refusals.append(Refusal("LN202", outer.total, why, CLOSED))
         inner |= {j.total for j in held}
     return [j for j in joins if j.total not in inner]
+
+
+def _own(graph: OpGraph, joins: list[Join]) -> list[Join]:
+    """Drop chains of sums that start inside a branch of another sum and end elsewhere: a state that branches hand on.
+
+    Such as a router's, which the next layer's router adds its own to: it is no stream that blocks read and write.
+    """
+    totals, strays = {j.total for j in joins}, set[str]()
+    for at, join in enumerate(joins):
+        before = next((t for t in _states(graph, join.root) if t in totals), None)
+        started = before is None and any(
+            other.root != join.root
+            and graph.reaches(other.root, join.root)
+            and any(graph.reaches(join.root, b) and not graph.reaches(join.total, b) for b, _ in other.branches)
+            for other in joins[:at]
+        )
+        if started or before in strays:
+            strays.add(join.total)
+    return [j for j in joins if j.total not in strays]
 
 
 def _inside(graph: OpGraph, inner: Join, outer: Join) -> bool:

@@ -31,13 +31,14 @@ def name_blocks(streams: tuple[Stream, ...]) -> tuple[Stream, ...]:
     """
     paths = [b.name for s in streams for b in s.blocks]
     counts = Counter(paths)
+    holders = {path[:at] for path in paths for at, letter in enumerate(path) if letter == "."}
     taken: Counter[str] = Counter()
     named: list[Stream] = []
     for stream in streams:
         blocks = []
         for block in stream.blocks:
             path = block.name
-            crowded = counts[path] > 1 or any(p != path and p.startswith(path + ".") for p in paths)
+            crowded = counts[path] > 1 or path in holders
             name = ".".join(p for p in (path, block.kind if crowded or not path else "") if p)
             taken[name] += 1
             blocks.append(replace(block, name=f"{name}@{taken[name]}" if taken[name] > 1 else name))

@@ -8,7 +8,7 @@ with every norm in `unit`; only what agrees to 1e-9 is a norm. Names of modules 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,13 @@ from ..opgraph import CASTS, Op, Operand, OpGraph
 from ..plan import Refusal
 from ..stream import Kind, Norm
 from .arithmetic import Array, Unknown, closure, constants, run
+from .edges import is_vector, parameter_behind
+from .found import Found
+from .stored import dynamic_tanh, standardised, stored
 
 FUSED = {
     "layer_norm": Kind.LAYER, "rms_norm": Kind.RMS, "batch_norm": Kind.BATCH, "group_norm": Kind.GROUP,
-    "instance_norm": Kind.GROUP,
+    "instance_norm": Kind.INSTANCE,
 }  # fmt: skip
 REDUCTIONS = {"mean", "sum", "sum_square", "var", "std", "vector_norm"}
 STATISTIC = {
@@ -42,17 +45,6 @@ STATISTIC = {
 TOLERANCE = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Hold one norm of a graph: `source` is what it normalises along `axis`, `output` its value, `members` its ops."""
-
-    norm: Norm
-    source: str
-    output: str
-    members: frozenset[str]
-    axis: int = -1
-
-
 def find_norms(graph: OpGraph) -> tuple[dict[str, Found], list[Refusal]]:
     """Return the norms by output node, and what looked like a norm but was not."""
     found: dict[str, Found] = {}
@@ -63,12 +55,14 @@ def find_norms(graph: OpGraph) -> tuple[dict[str, Found], list[Refusal]]:
             continue
         core = _fused(graph, op)
         if core is None and op.kind in {"mul", "div"}:
-            core = _decomposed(graph, op, refusals)
+            core = stored(graph, op) or _decomposed(graph, op, refusals)
+        if core is None and op.kind == "tanh":
+            core = dynamic_tanh(graph, op)
         if core is not None:
             whole = _with_affine(graph, core)
             found[whole.output] = whole
             taken |= whole.members
-    return found, refusals
+    return found | {f.output: f for f in standardised(graph)}, refusals
 
 
 def stacked(graph: OpGraph, norms: Mapping[str, Found]) -> dict[str, Found]:
@@ -91,7 +85,7 @@ def stacked(graph: OpGraph, norms: Mapping[str, Found]) -> dict[str, Found]:
 def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
     """Return the unit-gain norm of rows x [rows, width] in float64.
 
-    variant: std 0 biased, 1 unbiased standard deviation; l2 0 max(|x|, eps), 1 |x| + eps.
+    variant: std 0 biased, 1 unbiased standard deviation; l2 0 max(|x|, eps), 1 |x| + eps, 2 sqrt(|x|^2 + eps).
     """
     centred = x - x.mean(-1, keepdims=True)
     if kind in {Kind.LAYER, Kind.RMS}:
@@ -100,47 +94,37 @@ def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
     if kind is Kind.STD:
         return np.asarray(centred / (x.std(-1, keepdims=True, ddof=variant) + eps))
     length = np.sqrt((x**2).sum(-1, keepdims=True))
-    return np.asarray(x / (np.maximum(length, eps) if variant == 0 else length + eps))
+    return np.asarray(x / (np.maximum(length, eps), length + eps, np.sqrt(length**2 + eps))[variant])
 
 
 def _fused(graph: OpGraph, op: Op) -> Found | None:
     kind = FUSED.get(op.kind)
-    if kind is None or not isinstance(op.inputs[0], str):
+    if kind is None or not isinstance(op.inputs[0], str) or (kind is Kind.BATCH and op.name in graph.constant):
         return None
     source, gamma, beta = op.inputs[0], op.inputs[1], op.inputs[2]
     axis = -1 if kind in {Kind.LAYER, Kind.RMS} else 1 - len(graph[source].shape or ())
     if op.attrs.get("axes", 1) != 1:
         kind = Kind.GROUP
+    if kind is Kind.GROUP and op.attrs.get("groups") == graph.width(source, axis):
+        kind = Kind.INSTANCE
     eps: float = op.attrs["eps"]  # type: ignore[assignment]
-    stored = [_parameter(graph, name) for name in op.inputs[3:5]] if kind is Kind.BATCH else []
-    mean, variance = stored if len(stored) == 2 else (None, None)
-    norm = Norm(kind, eps, **_gain(graph, gamma), beta=_parameter(graph, beta), mean=mean, variance=variance)
+    held = [parameter_behind(graph, name) for name in op.inputs[3:5]] if kind is Kind.BATCH else []
+    mean, variance = held if len(held) == 2 else (None, None)
+    norm = Norm(kind, eps, **_gain(graph, gamma), beta=parameter_behind(graph, beta), mean=mean, variance=variance)
     return Found(norm, source, op.name, frozenset({op.name}), axis)
-
-
-def _parameter(graph: OpGraph, name: Operand) -> str | None:
-    """Return the parameter behind a value, through casts and reshapes."""
-    while isinstance(name, str):
-        op = graph[name]
-        if op.kind == "param":
-            return str(op.attrs["param"])
-        if op.kind not in {"cast", "reshape", "expand"}:
-            return None
-        name = op.inputs[0]
-    return None
 
 
 def _gain(graph: OpGraph, name: Operand) -> dict[str, Any]:
     """Describe a gain: a parameter w, 1 + w, or something computed from parameters."""
     if not isinstance(name, str):
         return {}
-    if direct := _parameter(graph, name):
+    if direct := parameter_behind(graph, name):
         return {"gamma": direct}
     op = graph[name]
     while op.kind in {"cast", "reshape", "expand"} and isinstance(op.inputs[0], str):
         op = graph[op.inputs[0]]
     if op.kind == "add" and 1 in [i for i in op.inputs if not isinstance(i, str)]:
-        inner = _parameter(graph, next((i for i in op.inputs if isinstance(i, str)), None))
+        inner = parameter_behind(graph, next((i for i in op.inputs if isinstance(i, str)), None))
         if inner:
             return {"gamma": inner, "plus_one": True}
     return {"gamma": name, "computed": True}
@@ -165,7 +149,8 @@ def _sources(graph: OpGraph, name: str) -> Iterator[str]:
     """Yield what a normalised value may be computed from: itself, before a cast, a gain or the centring."""
     yield name
     op = graph[name]
-    gain = op.kind == "mul" and any(graph.is_channel_vector(i, graph.width(name)) for i in op.data)
+    gains = [i for i in op.data if graph.is_channel_vector(i, graph.width(name)) or graph.is_scalar(i)]
+    gain = op.kind == "mul" and bool(gains)
     if op.kind in CASTS or op.kind == "sub" or gain:
         for inner in op.data:
             if inner not in graph.constant:
@@ -220,7 +205,7 @@ def _prove(graph: OpGraph, source: str, op: Op, ops: list[Op]) -> tuple[Found | 
     rng = np.random.default_rng(0)
     parameters = {n: rng.normal(size=_numbers(graph[n].shape)) for n in constants(graph, ops)}
     sizes = [d if isinstance(d, int) and i - len(shape) == axis else 2 + i for i, d in enumerate(shape)]
-    literal = [float(i) for o in ops for i in o.inputs if isinstance(i, (int, float)) and 0 < abs(i) < 0.5]
+    literal = [float(i) for o in ops for i in o.inputs if isinstance(i, (int, float)) and i]
     x = rng.normal(size=sizes) * 0.7 + 0.3
     tests = [x * 0.02, x, x * 3]
     try:
@@ -231,25 +216,30 @@ def _prove(graph: OpGraph, source: str, op: Op, ops: list[Op]) -> tuple[Found | 
         return None, "the result has another shape than what is normalised"
     rows = np.concatenate([np.moveaxis(t, axis, -1).reshape(-1, width) for t in tests])
     wanted = np.concatenate([np.moveaxis(y, axis, -1).reshape(-1, width) for y in outputs])
-    for kind, eps, variant in _candidates(literal):
-        gain = _fit(unit(kind, rows, eps, variant), wanted)
+    for kind, eps, variant, factor in _candidates(literal, width):
+        gain = _fit(factor * unit(kind, rows, eps, variant), wanted)
         if gain is None:
             continue
-        norm = _describe(graph, Norm(kind, eps), gain, parameters)
+        norm = _describe(graph, Norm(kind, eps, factor=factor), gain, parameters)
         if norm is None:
             continue
         return Found(norm, source, op.name, frozenset(o.name for o in ops), axis), ""
-    return None, f"not layer, rms, std or l2 with any eps of {sorted(set(literal)) or 'none'}"
+    small = sorted({i for i in literal if abs(i) < 0.5})
+    return None, f"not layer, rms, std or l2 with any eps of {small or 'none'}"
 
 
 def _numbers(shape: tuple[int | str, ...] | None) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else 1 for d in shape or ())
 
 
-def _candidates(literal: list[float]) -> Iterator[tuple[Kind, float, int]]:
-    eps = [*sorted({e for e in literal if e > 0}), 0.0]
-    yield from ((kind, e, 0) for kind in (Kind.LAYER, Kind.RMS) for e in eps)
-    yield from ((kind, e, v) for kind in (Kind.STD, Kind.L2) for v in (0, 1) for e in eps)
+def _candidates(literal: list[float], width: int) -> Iterator[tuple[Kind, float, int, float]]:
+    """Yield (kind, eps, variant, factor); a length over sqrt(width) with eps outside the root is an l2 norm too."""
+    eps = [*sorted({e for e in literal if 0 < e < 0.5}), 0.0]
+    root = next((r for i in literal for r in (i, 1 / i) if np.isclose(r, width**0.5, rtol=1e-6)), width**0.5)
+    yield from ((kind, e, 0, 1.0) for kind in (Kind.LAYER, Kind.RMS) for e in eps)
+    yield from ((Kind.STD, e, v, 1.0) for v in (0, 1) for e in eps)
+    yield from ((Kind.L2, e, v, 1.0) for v in (0, 1, 2) for e in eps)
+    yield from ((Kind.L2, e * root, v, root) for v in (0, 1) for e in eps)
 
 
 def _fit(core: Array, wanted: Array) -> Array | None:
@@ -265,7 +255,7 @@ def _describe(graph: OpGraph, norm: Norm, gain: Array, parameters: dict[str, Arr
         flat = np.broadcast_to(value.reshape(-1), gain.shape) if value.size in (1, gain.size) else None
         for plus in (0, 1):
             if flat is not None and np.allclose(gain, flat + plus, rtol=1e-9):
-                parameter = _parameter(graph, name)
+                parameter = parameter_behind(graph, name)
                 if value.size == gain.size and parameter:
                     return replace(norm, gamma=parameter, plus_one=bool(plus))
                 return replace(norm, gamma=name, computed=True)
@@ -284,10 +274,12 @@ def _with_affine(graph: OpGraph, core: Found) -> Found:
         width = graph.width(op.name, core.axis)
         if op.kind in CASTS:
             pass
+        elif op.kind == "mul" and norm.kind is Kind.L2 and norm == core.norm and isinstance(other, (int, float)):
+            norm = replace(norm, factor=float(other))
         elif op.kind == "mul" and not norm.gamma and not norm.beta and is_vector(graph, other, width, core.axis):
             norm = replace(norm, **_gain(graph, other))
         elif op.kind == "add" and not norm.beta and is_vector(graph, other, width, core.axis):
-            beta = _parameter(graph, other)
+            beta = parameter_behind(graph, other)
             if beta is None:
                 break
             norm = replace(norm, beta=beta)
@@ -310,13 +302,3 @@ def _beside(graph: OpGraph, name: Operand, core: Found) -> set[str] | None:
         return None
     factor = next(i for i in op.inputs if i != core.source)
     return {op.name} if graph.is_scalar(factor) else None
-
-
-def is_vector(graph: OpGraph, name: Operand, width: int, axis: int) -> bool:
-    """Say whether a constant value is one number per channel of `axis`."""
-    if not isinstance(name, str) or name not in graph.constant or width < 2:
-        return False
-    shape = graph[name].shape or ()
-    if axis == -1 or len(shape) < -axis:
-        return graph.is_channel_vector(name, width) and axis == -1
-    return shape[axis] == width and all(d == 1 for i, d in enumerate(shape) if i - len(shape) != axis)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from ..opgraph import CASTS, SHAPE, Op, Operand, OpGraph
 from ..stream import Scale
-from .edges import moved
-from .norms import is_vector
+from .edges import is_vector, moved
 
 
 @dataclass(frozen=True, slots=True)

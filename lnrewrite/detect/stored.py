@@ -1,0 +1,109 @@
+"""Recognise what stands where norms stand but takes no statistics of its input, and norms of weights.
+
+A power norm (and a batch norm written out) divides by stored numbers; dynamic tanh squashes; weight standardisation
+norms the weight of a linear map on its way there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..opgraph import CASTS, Op, OpGraph
+from ..stream import Kind, Norm
+from .edges import PRODUCTS, is_vector, parameter, parameter_behind
+from .found import Found
+
+ROOTS = {"sqrt": False, "rsqrt": True}
+SPREADS = frozenset({"var", "std", "_native_batch_norm_legit", "batch_norm"})
+SAME = CASTS | {"reshape", "expand"}
+
+
+def stored(graph: OpGraph, op: Op) -> Found | None:
+    """Return a norm by stored numbers: x / sqrt(v + eps) for a parameter v of one number per channel.
+
+    Centred by stored numbers too it is a batch norm written out, else a power norm.
+    """
+    for value, other in ((op.inputs[0], op.inputs[1]), (op.inputs[1], op.inputs[0])):
+        if not isinstance(value, str) or value in graph.constant or not isinstance(other, str):
+            continue
+        axes = (-1, 1 - len(graph[value].shape or ()))
+        axis = next((a for a in axes if is_vector(graph, other, graph.width(value, a), a)), None)
+        spread = _spread(graph, other, inverse=op.kind == "mul") if axis is not None else None
+        if axis is None or spread is None:
+            continue
+        variance, eps = spread
+        before = graph[value]
+        held, source = _vector(graph, before, axis) if graph.users[value] == (op.name,) else (None, "")
+        if held and before.kind == "sub" and before.inputs[0] == source:
+            norm = Norm(Kind.BATCH, eps, mean=held, variance=variance)
+        else:
+            held = held if before.kind == "mul" else None
+            norm = Norm(Kind.POWER, eps, held, variance=variance)
+        start, members = (source, {value, op.name}) if held else (value, {op.name})
+        return Found(norm, start, op.name, frozenset(members), axis)
+    return None
+
+
+def _vector(graph: OpGraph, op: Op, axis: int) -> tuple[str | None, str]:
+    """Return the parameter of one number per channel among an op's two operands, and the other operand."""
+    for one, two in (op.inputs[:2], op.inputs[1::-1]) if len(op.data) == 2 else ():
+        if isinstance(two, str) and is_vector(graph, one, graph.width(op.name, axis), axis):
+            return parameter_behind(graph, one), two
+    return None, ""
+
+
+def _spread(graph: OpGraph, name: str, inverse: bool) -> tuple[str, float] | None:
+    """Return (v, eps) for a constant that is computed as sqrt(v + eps), or as its inverse."""
+    op = graph[name]
+    while op.kind in SAME or (op.kind == "reciprocal" and inverse):
+        inverse = inverse != (op.kind == "reciprocal")
+        op = graph[op.data[0]]
+    if ROOTS.get(op.kind) is not inverse:
+        return None
+    total = graph[op.data[0]]
+    while total.kind in SAME:
+        total = graph[total.data[0]]
+    eps = next((float(i) for i in total.inputs if isinstance(i, (int, float))), None)
+    held = parameter_behind(graph, total.data[0]) if total.kind == "add" and len(total.data) == 1 else None
+    return (held, eps) if held and eps is not None and 0 <= eps < 0.1 else None
+
+
+def dynamic_tanh(graph: OpGraph, op: Op) -> Found | None:
+    """Return gamma * tanh(a x) for a parameter a of one number; a tanh without a gain behind it is an activation."""
+    inner = graph[op.data[0]] if op.data else op
+    if inner.kind != "mul" or len(inner.data) != 2:
+        return None
+    value = next((n for n in inner.data if n not in graph.constant), None)
+    by = next((n for n in inner.data if graph.is_scalar(n) and parameter_behind(graph, n)), None)
+    users = graph.users[op.name]
+    while len(users) == 1 and users[0] != "output" and graph[users[0]].kind in CASTS:
+        users = graph.users[users[0]]
+    gain = graph[users[0]] if len(users) == 1 and users[0] != "output" else None
+    if value is None or by is None or gain is None or gain.kind != "mul":
+        return None
+    for axis in (-1, 1 - len(op.shape or ())):
+        if _vector(graph, gain, axis)[0]:
+            return Found(Norm(Kind.TANH, 0.0), value, op.name, frozenset({inner.name, op.name}), axis)
+    return None
+
+
+def standardised(graph: OpGraph) -> Iterator[Found]:
+    """Yield the weights of linear maps that are scaled by their own spread before they are used."""
+    for op in graph:
+        weight = op.inputs[1] if op.kind in PRODUCTS | {"linear", "conv"} and len(op.inputs) > 1 else None
+        if isinstance(weight, str) and weight in graph.constant and parameter(graph, weight, -1) is None:
+            ops = _behind(graph, weight)
+            held = [o.name for o in ops if o.kind == "param" and len(o.shape or ()) > 1]
+            if held and SPREADS & {o.kind for o in ops}:
+                eps = [float(i) for o in ops for i in o.inputs if isinstance(i, float) and 0 < i < 0.1]
+                members = frozenset(o.name for o in ops if o.kind != "param")
+                yield Found(Norm(Kind.WEIGHT, min(eps, default=0.0)), held[0], weight, members)
+
+
+def _behind(graph: OpGraph, name: str) -> list[Op]:
+    """Return the ops that a constant is computed by, parameters included."""
+    found, todo = dict[str, Op](), [name]
+    while todo:
+        op = found.setdefault(name := todo.pop(), graph[name])
+        todo += [n for n in op.data if n not in found]
+    return list(found.values())
