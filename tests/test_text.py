@@ -129,7 +129,7 @@ NORM = "    in     rms(eps=1e-05) -> @w:0\n"
         (HEAD + "    in     rms(eps=-1)", "line 3: a norm's eps must be finite"),
         (HEAD + "    in     rms(eps=tiny)", "line 3: could not convert string to float"),
         (HEAD + NORM + "    writes w:0", r"line 4: not a linear map \(@param:axis\): 'w:0'"),
-        (HEAD + NORM + "    writes @w:0(tied)", "line 4: a linear map is inexact or a table, not 'tied'"),
+        (HEAD + NORM + "    writes @w:0(tied)", "line 4: a linear map is inexact, a table or apart, not 'tied'"),
         (HEAD + NORM + "    writes @a:0\n    writes @c:0", "line 5: block b has a second 'writes' line"),
         (HEAD + NORM + "  block b mlp none", "line 1: stream s: block names must be unique: b"),
         (HEAD + NORM + '    writes @"a\\x":0', "line 4: Invalid"),
