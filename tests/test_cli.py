@@ -412,7 +412,11 @@ def test_real_processes() -> None:
 
 
 def test_a_real_ctrl_c() -> None:
-    done = shell("convert", "test_cli:shallow", "--to", "peri", "-o", "x.pt2", "--calibrate", "test_cli:ctrl_c")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        done = shell("convert", "test_cli:shallow", "--to", "peri", "-o", "x.pt2", "--calibrate", "test_cli:ctrl_c")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (done.returncode, done.stdout, os.listdir()) == (130, "", [])
     assert done.stderr.startswith("error: interrupted") and done.stderr.count("\n") == 1
 
