@@ -108,11 +108,13 @@ class Program(Seen):
             why = "the model is on the meta device and holds no numbers"
             raise LnrewriteError("LN026", "calibration", why, "load its weights first, or run exact passes only")
         example = {k: v for k, v in self.example_inputs().items() if isinstance(v, torch.Tensor)}
-        found = list(synthetic(example, self.id_limits(), batches=8, seed=seed))
-        try:
-            self._record(found[0], ())
-        except LnrewriteError:  # integers that mean something, such as boxes: those of the example do
-            return list(synthetic(example, self.id_limits(), batches=8, seed=seed, keep=True))
+        limits = self.id_limits()
+        found = list(synthetic(example, limits, batches=8, seed=seed))
+        if any(not v.is_floating_point() and n not in limits for n, v in example.items()):
+            try:
+                self._record(found[0], ())
+            except LnrewriteError:  # integers that mean something, such as boxes: those of the example do
+                return list(synthetic(example, limits, batches=8, seed=seed, keep=True))
         return found
 
     def at_other_sizes(self, seed: int) -> Sequence[Batch]:

@@ -38,6 +38,7 @@ from torch import nn
 import lnrewrite as lnr
 import tiny
 from lnrewrite.program import Program
+from test_detect import placements
 from test_families import float64, outputs
 from written import WRITTEN
 
@@ -60,16 +61,6 @@ def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return module, dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
 
 
-def found(program: Program) -> list[str]:
-    """Return the placements in execution order, `parallel` once for branches that share one sum."""
-    rows = [(b["placement"], b["parallel_group"]) for s in program.inspect()["streams"] for b in s["blocks"]]
-    return [name for group, run in groupby(rows, lambda r: r[1]) for name in _once(group, [p for p, _ in run])]
-
-
-def _once(group: int | None, names: list[str]) -> list[str]:
-    return names if group is None else ["parallel"]
-
-
 def spelled(names: list[str]) -> str:
     """Spell `pre pre post` as `pre*2 post`."""
     runs = [(name, len(list(run))) for name, run in groupby(names)]
@@ -90,7 +81,7 @@ def captured(module: nn.Module, inputs: dict[str, Any]) -> Program:
 
 def judged(name: str, program: Program) -> str:
     """Compare what is found with the truth: right, refused, wrong, or what is found where there is no truth."""
-    names, codes = found(program), sorted({r["code"] for r in program.inspect()["refusals"]} - {"LN205"})
+    names, codes = placements(program.network), sorted({r["code"] for r in program.inspect()["refusals"]} - {"LN205"})
     seen = spelled(names) or f"refused {' '.join(codes)}"
     if name not in TRUTH and name not in BY_HAND:
         return f"no truth: {seen}"
@@ -102,11 +93,11 @@ def judged(name: str, program: Program) -> str:
 
 def answers(name: str, program: Program, module: nn.Module, inputs: dict[str, Any]) -> str:
     """Say which ways of running the model give another picture: bf16, a mask, the attention, train mode."""
-    wanted = found(program)
+    wanted = placements(program.network)
     different = []
     for how, variant in variants(name, module, inputs):
         try:
-            if found(variant()) != wanted:
+            if placements(variant().network) != wanted:
                 different.append(how)
         except Exception as error:
             different.append(f"{how} ({type(error).__name__})")

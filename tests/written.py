@@ -11,9 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nets import DECOYS, HIDDEN, NETS, TOKENS, VOCAB, WIDTH, Attention, Case, Mlp, Net, Residual, Scan, _floats, _pixels
-
-IMAGE = 8
+from nets import (
+    DECOYS,
+    HIDDEN,
+    NETS,
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    Attention,
+    Bottleneck,
+    Case,
+    Mlp,
+    Net,
+    Residual,
+    Resnet,
+    Scan,
+    _conditioned,
+    _floats,
+    _pixels,
+    _two_ids,
+)
 
 
 class NanoBlock(nn.Module):
@@ -86,18 +103,6 @@ class Seq2Seq(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         found: Tensor = self.head(self.transformer(self.embedding(source), self.embedding(target)))
         return found
-
-
-class Basic(nn.Module):
-    """Two convolutions with batch norms, ReLU behind the sum (ResNet)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
-        self.bn1, self.bn2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
 
 
 class ConvNeXtBlock(nn.Module):
@@ -236,15 +241,6 @@ class Mixer(nn.Module):
         return found
 
 
-def _two_ids() -> tuple[Tensor, ...]:
-    g = torch.Generator().manual_seed(1)
-    return torch.randint(VOCAB, (2, TOKENS), generator=g), torch.randint(VOCAB, (2, TOKENS - 1), generator=g)
-
-
-def _patches_and_condition() -> tuple[Tensor, ...]:
-    return (*_floats(), torch.randn(2, 5, generator=torch.Generator().manual_seed(2)))
-
-
 def _map_and_time() -> tuple[Tensor, ...]:
     return (*_pixels(), torch.randn(2, 5, generator=torch.Generator().manual_seed(2)))
 
@@ -261,10 +257,10 @@ WRITTEN: dict[str, Case] = {
     "RMSNorm by vector_norm": Case(lambda: _layers(ByVectorNorm), "pre*4"),
     "nn.Transformer": Case(lambda: Seq2Seq(False), "post*10", _two_ids, 2),
     "nn.Transformer, norm_first": Case(lambda: Seq2Seq(True), "pre*10", _two_ids, 2),
-    "ResNet": Case(lambda: Maps(Basic(16), Basic(16)), "output*2", _pixels),
+    "ResNet": Case(lambda: Resnet(Bottleneck(16, 16), Bottleneck(16, 16)), "output*2", _pixels),
     "ConvNeXt": Case(lambda: Maps(ConvNeXtBlock(16), ConvNeXtBlock(16)), "inner*2", _pixels),
     "MLP-Mixer": Case(Mixer, "pre*4", _floats),
-    "DiT": Case(Dit, "pre*4", _patches_and_condition),
+    "DiT": Case(Dit, "pre*4", _conditioned),
     "diffusion U-Net": Case(Diffusion, "pre*3", _map_and_time),
     "state space": Case(lambda: Net(*(Residual(Scan(), inn=nn.LayerNorm) for _ in range(3))), "pre*3"),
     **{name: NETS[name] for name in ("mixed (Mix-LN)", "hybrid", "keel", "deepnorm", "two towers", "experts")},

@@ -222,6 +222,7 @@ def _dynamic(
         is_leaf=lambda v: isinstance(v, dict) and bool(v) and all(isinstance(k, int) for k in v),
     )
     attempts = (("", every), ("the sequence length is fixed", batch), ("batch and sequence length are fixed", None))
+    why = "the model did not run, or differed, at a second size"
     for note, spec in attempts:
         shapes = None if spec is None else (*spec[0], *spec[1].values())
         try:
@@ -232,12 +233,12 @@ def _dynamic(
                 break
             continue
         if spec is every and (formulas := _tangled(program)) > TANGLED:
-            notes.append(f"{attempts[1][0]}: {formulas} shapes depend on it by remainders, too many to follow")
+            why = f"{formulas} shapes depend on it by remainders, too many to follow"
             continue
         captured = unlift(program, names, _frozen(module))
         if spec is None or holds(module, captured, args, kwargs):
-            if note and note not in " ".join(notes):
-                notes.append(f"{note}: the model did not run, or differed, at a second size")
+            if note:
+                notes.append(f"{note}: {why}")
             return captured
     captured = unlift(_export(module, args, kwargs, None, notes, children), names, _frozen(module))
     if not any(t.is_meta for t in module.parameters()):
