@@ -19,7 +19,7 @@ pipeline's is the maximum over the passes that edited something, and `verify` ta
 Layers; imports go down only, and tests/test_layers.py enforces it:
 
     cli                                             nothing imports it
-    program, live, folders, onnx_program, ...       torch and onnx, each imported inside what needs it
+    program, live, folders, onnx_program, healing/  torch and onnx, each imported inside what needs it
     targets/                                        the forms that norms have in ONNX, and what a target runs best
     backends/                                       lift a graph, apply edits to it: torch.fx and ONNX
     detect/                                         norms recognised by their algebra; residual blocks
@@ -53,6 +53,7 @@ __all__ = [
     "capture",
     "convert",
     "explain",
+    "heal",
     "load",
     "rewrite",
     "unrewrite",
@@ -62,6 +63,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .benching import bench
     from .diagnostics import LnrewriteError, Refused, UsageError, explain
+    from .healing.session import heal
     from .live import rewrite, unrewrite
     from .onnx_program import OnnxProgram
     from .pipeline import Pipeline, Result
@@ -80,6 +82,7 @@ _HOME = {
     "bench": "benching",
     "capture": "program",
     "convert": "program",
+    "heal": "healing.session",
     "load": "program",
     "rewrite": "live",
     "unrewrite": "live",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,54 +14,14 @@ from . import __version__
 from .console import Group, show, working
 from .diagnostics import CATALOGUE, LnrewriteError, UsageError, unknown
 from .diagnostics import explain as explained
+from .healing.command import heal
+from .options import OUT, check_data, feed_of, opened, options, target_of
 
 if TYPE_CHECKING:
-    from .onnx_program import OnnxProgram
-    from .pipeline import Batch, Pipeline
-    from .program import Program
+    from .pipeline import Pipeline
     from .report import Report
 
-OUT = "What to write: .pt2, .onnx, or of a checkpoint folder a folder."
 PLACEMENTS = ("pre", "post", "peri", "output", "none")
-
-
-def _options(*, model: bool = False, writes: bool = False) -> Callable[[Any], Any]:
-    """Add the options that commands share."""
-
-    def add(function: Any) -> Any:
-        options = [
-            click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else."),
-            click.option("-q", "--quiet", is_flag=True, help="No report, no progress; inspect, verify: one word."),
-            click.option("-v", "--verbose", is_flag=True, help="Print more, and the traceback of a fault."),
-        ]
-        if model:
-            options += [
-                click.option(
-                    "--input", "inputs", multiple=True, metavar="SPEC", help="name=dtype[d0,d1], or .npz/.pt."
-                ),
-                click.option(
-                    "--factory", metavar="PKG.MODULE:CALLABLE", help="Builds the network that a weight file needs."
-                ),
-                click.option("--trust-pickle", is_flag=True, help="Allow a file to run code while it is loaded."),
-                click.option("--trust-remote-code", is_flag=True, help="Allow a checkpoint folder's own Python code."),
-                click.option("--device", default="cpu", show_default=True, help="Where to run the model."),
-                click.option(
-                    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of everything random."
-                ),
-            ]
-        if writes:
-            options += [
-                click.option(
-                    "--calibrate", metavar="DATA", help=".npz .npy .pt .safetensors .txt or pkg.module:iterable."
-                ),
-                click.option("--partial", is_flag=True, help="Write what could be done; exit with 3 if not all."),
-                click.option("--force", is_flag=True, help="Overwrite OUT."),
-            ]
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return add
 
 
 @click.group("lnrewrite", cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -78,13 +36,13 @@ def main() -> None:
 
 @main.command()
 @click.argument("model")
-@_options(model=True)
+@options(model=True)
 def inspect(model: str, as_json: bool, quiet: bool, verbose: bool, **how: Any) -> None:
     """Show the residual streams: blocks, placements, norms, and what is not understood."""
     from .tables import placement_map
 
     with working(quiet, f"capturing {model}") as say:
-        program = _load(model, **how)
+        program = opened(model, **how)
         say("looking for residual streams")
         found = program.inspect()
     if not any(stream["blocks"] for stream in found["streams"]):
@@ -105,7 +63,7 @@ def inspect(model: str, as_json: bool, quiet: bool, verbose: bool, **how: Any) -
 @click.option("-o", "--output", required=True, metavar="OUT", help=OUT)
 @click.option("--norm", default="auto", show_default=True, help="Kind of inserted norms: auto, layer or rms.")
 @click.option("--blocks", metavar="SELECT", help="name-glob, 3, 0-5, first:25%, last:2, attention, mlp, joined by ';'.")
-@_options(model=True, writes=True)
+@options(model=True, writes=True)
 def convert(model: str, to: str, output: str, norm: str, blocks: str | None, **how: Any) -> int:
     """Change where the norms sit: MODEL with every (selected) block converted to one placement."""
     from .pipeline import Pipeline
@@ -126,7 +84,7 @@ def convert(model: str, to: str, output: str, norm: str, blocks: str | None, **h
 @click.option("--preset", metavar="NAME", help="A named pipeline; runs as with --partial.")
 @click.option("-o", "--output", metavar="OUT", help=OUT)
 @click.option("--dry-run", is_flag=True, help="Say what would be done and write nothing.")
-@_options(model=True, writes=True)
+@options(model=True, writes=True)
 def opt(model: str, text: str | None, preset: str | None, output: str | None, dry_run: bool, **how: Any) -> int:
     """Run a pipeline of passes."""
     from .pipeline import Pipeline
@@ -149,7 +107,7 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
 @click.option("--fuse", default="ops", show_default=True, help="ops: operators that ONNX Runtime has.")
 @click.option("--no-verify", is_flag=True, help="Do not run the file against the model. Nothing proves it then.")
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
-@_options(model=True)
+@options(model=True)
 def export(
     model: str, output: str, force: bool, no_verify: bool, as_json: bool, quiet: bool, verbose: bool, **how: Any
 ) -> None:
@@ -157,11 +115,11 @@ def export(
     wanted = {name: how.pop(name) for name in ("target", "dtype", "opset", "optimize")}
     if (fuse := how.pop("fuse")) != "ops":
         unknown("LN003", "--fuse", fuse, ["ops"])
-    target = _target(output, force, default=".onnx")
+    target = target_of(output, force, default=".onnx")
     if target.suffix != ".onnx":
         raise UsageError("LN025", output, "export writes ONNX", "name an .onnx file")
     with working(quiet, f"capturing {model}") as say:
-        program = _load(model, **how)
+        program = opened(model, **how)
         report = program.export(target, force=force, verify=not no_verify, progress=say, **wanted)
     if no_verify:
         click.echo(f"warning: {target} was not verified: nothing shows that it computes what {model} does", err=True)
@@ -175,7 +133,7 @@ def export(
 @click.argument("reference")
 @click.argument("candidate")
 @click.option("--tolerance", metavar="CLASS", help="An exactness class or a relative error; default algebraic.")
-@_options(model=True)
+@options(model=True)
 def verify(
     reference: str, candidate: str, tolerance: str | None, as_json: bool, quiet: bool, verbose: bool, **how: Any
 ) -> int:
@@ -190,13 +148,16 @@ def verify(
 
         check_tolerance(tolerance)
         say(f"capturing {reference}")
-        first = _load(reference, **how)
+        first = opened(reference, **how)
         say(f"capturing {candidate}")
-        second = _load(candidate, **how)
+        second = opened(candidate, **how)
         say("running both")
         found = compare(first, second, tolerance=tolerance, seed=how["seed"])
     show(json.dumps(found) if as_json else found["verdict"] if quiet else comparison(found))
     return 4 if found["verdict"] == "different" else 0
+
+
+main.add_command(heal)
 
 
 @main.command()
@@ -206,7 +167,7 @@ def verify(
 @click.option("--input", "inputs", multiple=True, metavar="SPEC", help="name=dtype[d0,d1], or .npz/.pt.")
 @click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="Sessions made of each model.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of everything random.")
-@_options()
+@options()
 def bench(models: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **how: Any) -> None:
     """Time ONNX models in ONNX Runtime, paired and interleaved, against the first."""
     from .forms import identify
@@ -227,7 +188,7 @@ def bench(models: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **
 
 @main.command()
 @click.argument("name", required=False)
-@_options()
+@options()
 def passes(name: str | None, as_json: bool, quiet: bool, verbose: bool) -> None:
     """List the passes, or describe one."""
     from .catalogue import describe
@@ -247,7 +208,7 @@ def passes(name: str | None, as_json: bool, quiet: bool, verbose: bool) -> None:
 
 @main.command()
 @click.argument("code")
-@_options()
+@options()
 def explain(code: str, as_json: bool, quiet: bool, verbose: bool) -> None:
     """Say what a diagnostic code means and what to do about it."""
     from .tables import page
@@ -258,29 +219,6 @@ def explain(code: str, as_json: bool, quiet: bool, verbose: bool) -> None:
 
 
 # ---- what commands share ----
-
-
-def _load(model: str, inputs: tuple[str, ...], device: str, **how: Any) -> Program | OnnxProgram:
-    """Open and capture MODEL; what it is and whether the device exists is looked at first."""
-    from .forms import identify
-
-    identify(model)
-    _check_device(device)
-    from .program import load
-
-    return load(model, inputs=list(inputs) or None, device=device, **how)
-
-
-def _check_device(device: str) -> None:
-    """Raise UsageError LN003 where torch cannot put a tensor on the device."""
-    if device == "cpu":
-        return
-    import torch
-
-    try:
-        torch.empty(1, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as why:
-        raise UsageError("LN003", f"device {device!r}", str(why), "give cpu, or a device that torch sees here") from why
 
 
 def _rewrite(
@@ -305,15 +243,15 @@ def _rewrite(
     if form is Format.TRANSFORMERS and output is not None and Path(output).suffix not in (".pt2", ".onnx"):
         shown = {"as_json": as_json, "quiet": quiet, "preset": preset}
         return _rewrite_folder(model, pipeline, output, calibrate, partial=partial, force=force, **shown, **how)
-    target = None if output is None else _target(output, force, ".onnx" if onnx else ".pt2")
+    target = None if output is None else target_of(output, force, ".onnx" if onnx else ".pt2")
     if onnx and target and target.suffix == ".pt2":
         raise LnrewriteError("LN032", str(target), f"{model} is an ONNX file", "name an .onnx file")
-    _check_data(calibrate)
+    check_data(calibrate)
     with working(quiet, f"capturing {model}") as say:
-        program = _load(model, **how)
+        program = opened(model, **how)
         if calibrate is not None:
             say(f"reading {calibrate}")
-        data = _feed(calibrate, how["seed"])(program)
+        data = feed_of(calibrate, how["seed"])(program)
         result = pipeline.run(program, data, partial or preset, how["seed"], data=calibrate, progress=say, consume=True)
         report = replace(result.report, output=None if target is None else str(target))
         if preset and report.refusals and not report.edits:
@@ -341,7 +279,7 @@ def _rewrite_folder(
     **how: Any,
 ) -> int:
     """Rewrite a transformers folder into another, the body of convert and opt where OUT is no file."""
-    _check_data(calibrate)
+    check_data(calibrate)
     seed, inputs = how["seed"], how.pop("inputs")
     if how.pop("factory") or how.pop("device") != "cpu":
         why = "a folder is read on the CPU, by the class that its config names"
@@ -349,7 +287,7 @@ def _rewrite_folder(
     with working(quiet, f"reading {model}") as say:
         from .folders import rewrite_folder
 
-        feed = _feed(calibrate, seed) if calibrate else None
+        feed = feed_of(calibrate, seed) if calibrate else None
         report = rewrite_folder(
             model,
             pipeline,
@@ -372,39 +310,6 @@ def _tell(pipeline: Pipeline, report: Report, ending: str, as_json: bool, quiet:
         show(json.dumps(report.to_dict()))
     elif not quiet:
         show(f"pipeline   {pipeline}\n{report}{ending}")
-
-
-def _target(output: str, force: bool, default: str = ".pt2") -> Path:
-    """Return the file to write, `default` where it has no suffix. Raises LN025 where it cannot be written."""
-    from .output import check_output
-
-    suffix = Path(output).suffix
-    if suffix not in ("", ".pt2", ".onnx"):
-        raise UsageError("LN025", output, f"{suffix} is no form of model that is written", "name a .pt2 or .onnx file")
-    target = check_output(output if suffix else f"{output}{default}", force)
-    try:
-        tempfile.TemporaryFile(
-            dir=target.absolute().parent
-        ).close()  # permissions alone do not tell: a full disk, /proc
-    except OSError as why:
-        raise LnrewriteError("LN025", str(target), f"its folder: {why.strerror}", "choose another folder") from why
-    return target
-
-
-def _check_data(calibrate: str | None) -> None:
-    """Raise LN022 where DATA is plainly missing: told before the model is captured."""
-    if calibrate is not None and ":" not in calibrate and not Path(calibrate).expanduser().is_file():
-        remedy = "check the path, or name pkg.module:iterable"
-        raise LnrewriteError("LN022", f"data {calibrate!r}", "there is no such file", remedy)
-
-
-def _feed(calibrate: str | None, seed: int) -> Callable[[Any], list[Batch] | None]:
-    """Return what reads --calibrate for a program."""
-    if calibrate is None:
-        return lambda program: None
-    from .data import calibration_for
-
-    return lambda program: [*calibration_for(program, calibrate, seed)]
 
 
 if __name__ == "__main__":

@@ -47,23 +47,51 @@ def load_data(
     """
     wanted = {name: value for name, value in example.items() if isinstance(value, Tensor)}
     if not wanted:
-        raise _bad(data, "the model takes no tensors", "leave the data out")
-    path = Path(data).expanduser()
-    if not path.exists() and ":" in data:
-        return list(_imported(data, wanted, dynamic, limit))
-    if not path.is_file():
-        raise _bad(data, "there is no such file", "check the path, or name pkg.module:iterable")
+        raise bad(data, "the model takes no tensors", "leave the data out")
+    if importable(data):
+        batches = (named(data, item, wanted) for item in imported(data, limit))
+        return [{n: fitted(data, n, held[n], wanted[n], dynamic) for n in wanted} for held in batches]
+    path = file_of(data)
     if path.suffix == ".txt":
-        arrays = _text(data, path, wanted, tokenizer_folder, byte_level, _window(wanted, dynamic, length))
+        arrays = text_rows(data, path, wanted, tokenizer_folder, byte_level, window_of(wanted, dynamic, length))
         count = len(next(iter(arrays.values())))
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         arrays = {name: value[order] for name, value in arrays.items()}
-    elif path.suffix in _SUFFIXES:
-        arrays = _named(data, read_tensors(path, "LN022"), wanted)
     else:
-        raise _bad(data, f"{path.suffix or 'no suffix'} is no form of data", f"give one of {', '.join(_SUFFIXES)}")
-    arrays = {name: _fitted(data, name, arrays[name], wanted[name], dynamic) for name in wanted}
+        arrays = named(data, read_tensors(path, "LN022"), wanted)
+    arrays = {name: fitted(data, name, arrays[name], wanted[name], dynamic) for name in wanted}
     return _batches(data, arrays, wanted, dynamic)[:limit]
+
+
+def importable(data: str) -> bool:
+    """Say whether DATA names a Python object rather than a file."""
+    return ":" in data and not Path(data).expanduser().exists()
+
+
+def file_of(data: str) -> Path:
+    """Return the file that DATA names. Raises LnrewriteError LN022 where there is none, or of no known form."""
+    path = Path(data).expanduser()
+    if not path.is_file():
+        raise bad(data, "there is no such file", "check the path, or name pkg.module:iterable")
+    if path.suffix not in _SUFFIXES:
+        raise bad(data, f"{path.suffix or 'no suffix'} is no form of data", f"give one of {', '.join(_SUFFIXES)}")
+    return path
+
+
+def reads_bytes(program: Any) -> bool:
+    """Say whether a model reads bytes: one integer input, a table of 256 rows, no tokenizer."""
+    limits = program.id_limits()
+    return len(limits) == 1 and set(limits.values()) == {256} and not program.tokenizer
+
+
+def check_ids(data: str, limits: Mapping[str, int], batch: Batch) -> None:
+    """Raise LnrewriteError LN022 where a batch holds an id that the model's table has no row for."""
+    for name, rows in limits.items():
+        found = batch.get(name)
+        ends = [int(id) for id in found.aminmax()] if found is not None and found.numel() else []
+        if wrong := [id for id in ends if not 0 <= id < rows]:
+            why = f"{name} holds {wrong[0]} and the model's table has {rows} rows"
+            raise bad(data, why, "use the model's own tokenizer")
 
 
 def calibration_for(program: Any, data: str, seed: int = 0) -> list[Batch]:
@@ -71,22 +99,17 @@ def calibration_for(program: Any, data: str, seed: int = 0) -> list[Batch]:
 
     A model whose one integer input looks up a table of 256 rows, and which has no tokenizer, reads bytes.
     """
-    limits = program.id_limits()
-    bytes_in = len(limits) == 1 and set(limits.values()) == {256} and not program.tokenizer
-    how: dict[str, Any] = {"dynamic": program.dynamic_axes(), "byte_level": bytes_in, "limit": 64}
+    how: dict[str, Any] = {"dynamic": program.dynamic_axes(), "byte_level": reads_bytes(program), "limit": 64}
     batches = load_data(data, program.example_inputs(), program.tokenizer, seed, **how)
-    for name, rows in limits.items():
-        found = [int(id) for b in batches if name in b and b[name].numel() for id in b[name].aminmax()]
-        if wrong := [id for id in found if not 0 <= id < rows]:
-            why = f"{name} holds {wrong[0]} and the model's table has {rows} rows"
-            raise _bad(data, why, "use the model's own tokenizer")
+    for batch in batches:
+        check_ids(data, program.id_limits(), batch)
     try:
         with torch.no_grad():
             program.module()(**batches[0])
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batches[0].items())
         why = f"the model fails on {shapes}: {str(error).partition(chr(10))[0]}"
-        raise _bad(data, why, "give inputs that the model takes, no longer than its context") from error
+        raise bad(data, why, "give inputs that the model takes, no longer than its context") from error
     return batches
 
 
@@ -118,7 +141,7 @@ def _like(name: str, tensor: Tensor, vocabulary: Mapping[str, int], kept: bool, 
     return random_tensor(name, tensor.dtype, tensor.shape, generator, above).to(tensor.device)
 
 
-def _bad(data: str, why: str, remedy: str) -> LnrewriteError:
+def bad(data: str, why: str, remedy: str) -> LnrewriteError:
     return LnrewriteError("LN022", f"data {data!r}", why, remedy)
 
 
@@ -130,7 +153,7 @@ def _described(tensors: Mapping[str, Tensor]) -> str:
 # --- arrays
 
 
-def _named(data: str, held: Any, wanted: Mapping[str, Tensor]) -> Batch:
+def named(data: str, held: Any, wanted: Mapping[str, Tensor]) -> Batch:
     """Give what a file or an item of an iterable holds the names of the inputs, each exactly once."""
     if isinstance(held, Mapping):
         found = {str(name): _tensor(data, value) for name, value in held.items()}
@@ -138,14 +161,14 @@ def _named(data: str, held: Any, wanted: Mapping[str, Tensor]) -> Batch:
         values = list(held) if isinstance(held, tuple | list) else [held]
         if len(values) != len(wanted):
             why = f"it holds {len(values)} unnamed array(s) and the model takes {_described(wanted)}"
-            raise _bad(data, why, "name the arrays, in an .npz or a dict")
+            raise bad(data, why, "name the arrays, in an .npz or a dict")
         found = {name: _tensor(data, value) for name, value in zip(wanted, values, strict=True)}
     if set(found) != set(wanted):
         missing, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
         words = [f"{', '.join(missing)} missing"] if missing else []
         words += [f"{', '.join(extra)} unknown ({did_you_mean(extra[0], wanted)})"] if extra else []
         why = f"the model takes {_described(wanted)} and the data holds {_described(found)}: {'; '.join(words)}"
-        raise _bad(data, why, "name the arrays like the inputs")
+        raise bad(data, why, "name the arrays like the inputs")
     return found
 
 
@@ -158,24 +181,24 @@ def _tensor(data: str, value: Any) -> Tensor:
     try:
         return torch.from_numpy(np.array(value))
     except (TypeError, ValueError) as error:
-        raise _bad(data, f"a {type(value).__name__} is no array of numbers", "give tensors or arrays") from error
+        raise bad(data, f"a {type(value).__name__} is no array of numbers", "give tensors or arrays") from error
 
 
-def _fitted(data: str, name: str, found: Tensor, wanted: Tensor, dynamic: Axes | None) -> Tensor:
+def fitted(data: str, name: str, found: Tensor, wanted: Tensor, dynamic: Axes | None) -> Tensor:
     """Check one array against the example input and cast its width: float16 to float32, int32 to int64."""
     expected, got = _described({name: wanted}), _described({name: found})
     if found.is_floating_point() != wanted.is_floating_point() or found.is_complex() != wanted.is_complex():
-        raise _bad(data, f"expected {expected} and found {got}", "convert the data; floats and integers are not mixed")
+        raise bad(data, f"expected {expected} and found {got}", "convert the data; floats and integers are not mixed")
     if found.dim() != wanted.dim():
-        raise _bad(data, f"expected {expected} and found {got}: axis 0 counts samples", "reshape the data")
+        raise bad(data, f"expected {expected} and found {got}: axis 0 counts samples", "reshape the data")
     free = _free(name, wanted, dynamic) | {0}
     wrong = [axis for axis in range(wanted.dim()) if axis not in free and found.shape[axis] != wanted.shape[axis]]
     if wrong:
-        raise _bad(data, f"expected {expected} and found {got}: axis {wrong[0]} is fixed", "reshape or cut the data")
+        raise bad(data, f"expected {expected} and found {got}: axis {wrong[0]} is fixed", "reshape or cut the data")
     if not found.numel():
-        raise _bad(data, f"{name} is empty", "give at least one sample")
+        raise bad(data, f"{name} is empty", "give at least one sample")
     if found.is_floating_point() and not bool(torch.isfinite(found).all()):
-        raise _bad(data, f"{name} holds NaN or infinite values", "clean the data")
+        raise bad(data, f"{name} holds NaN or infinite values", "clean the data")
     return found.to(wanted.dtype)
 
 
@@ -193,12 +216,12 @@ def _batches(data: str, arrays: Batch, wanted: Mapping[str, Tensor], dynamic: Ax
     counts = {name: len(t) if t.dim() else 1 for name, t in arrays.items()}
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise _bad(data, f"the arrays differ in their number of samples: {told}", "give every input the same number")
+        raise bad(data, f"the arrays differ in their number of samples: {told}", "give every input the same number")
     fixed = {len(t) for name, t in wanted.items() if t.dim() and 0 not in _free(name, t, dynamic)}
     total = next(iter(counts.values()))
     size = min(fixed) if fixed else max([BATCH, *(len(t) for t in wanted.values() if t.dim())])
     if fixed and total < size:
-        raise _bad(data, f"it holds {total} samples and the model takes batches of {size}", "give more samples")
+        raise bad(data, f"it holds {total} samples and the model takes batches of {size}", "give more samples")
     starts = range(0, total - size + 1 if fixed else total, size)
     return [{name: t[s : s + size] for name, t in arrays.items()} for s in starts]
 
@@ -206,35 +229,34 @@ def _batches(data: str, arrays: Batch, wanted: Mapping[str, Tensor], dynamic: Ax
 # --- importable iterables
 
 
-def _imported(data: str, wanted: Mapping[str, Tensor], dynamic: Axes | None, limit: int) -> Iterator[Batch]:
-    """Yield the batches of `pkg.module:name`, an iterable or a callable that returns one."""
+def imported(data: str, limit: int | None = None) -> Iterator[Any]:
+    """Yield what `pkg.module:name` gives: an iterable, or a callable that returns one."""
     source = import_object(data, "LN022")
     try:
         items: Iterable[Any] = source if not callable(source) or hasattr(source, "__iter__") else source()
         iterator = iter(items)
     except Exception as error:  # whatever the user's code raises
-        raise _bad(
+        raise bad(
             data, f"it gives no batches: {type(error).__name__}: {error}", "name an iterable of batches"
         ) from error
     count = 0
-    while count < limit:
+    while limit is None or count < limit:
         try:
             item = next(iterator)
         except StopIteration:
             break
         except Exception as error:  # whatever the user's code raises
-            raise _bad(data, f"batch {count} raised {type(error).__name__}: {error}", "check the iterable") from error
-        held = _named(data, item, wanted)
-        yield {name: _fitted(data, name, held[name], wanted[name], dynamic) for name in wanted}
+            raise bad(data, f"batch {count} raised {type(error).__name__}: {error}", "check the iterable") from error
+        yield item
         count += 1
     if not count:
-        raise _bad(data, "it gives no batches", "an iterator can be walked once only: name a list or a function")
+        raise bad(data, "it gives no batches", "an iterator can be walked once only: name a list or a function")
 
 
 # --- text
 
 
-def _window(wanted: Mapping[str, Tensor], dynamic: Axes | None, length: int | None) -> int:
+def window_of(wanted: Mapping[str, Tensor], dynamic: Axes | None, length: int | None) -> int:
     """Choose how many tokens a sample has: `length`, else the example's where it is fixed, else 128."""
     ids = next(((name, t) for name, t in wanted.items() if not t.is_floating_point() and t.dim() == 2), None)
     if length is not None or ids is None:
@@ -243,7 +265,7 @@ def _window(wanted: Mapping[str, Tensor], dynamic: Axes | None, length: int | No
     return LENGTH if dynamic is not None and 1 in _free(name, tensor, dynamic) else tensor.shape[1]
 
 
-def _text(
+def text_rows(
     data: str, path: Path, wanted: Mapping[str, Tensor], folder: str | None, byte_level: bool, length: int
 ) -> Batch:
     """Cut a text file into windows of `length` tokens or bytes, one row each, for every input."""
@@ -251,20 +273,20 @@ def _text(
         raw = path.read_bytes()
         text = raw.decode("utf-8") if folder is not None else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise _bad(data, f"it cannot be read as UTF-8 text: {error}", "check the file") from error
+        raise bad(data, f"it cannot be read as UTF-8 text: {error}", "check the file") from error
     if folder is not None:
         rows = _tokenized(data, text, folder, length)
     elif byte_level:
         whole = len(raw) // length * length
         rows = torch.tensor(list(raw[:whole]), dtype=torch.int64).reshape(-1, length)
     else:
-        raise _bad(data, "the model brings no tokenizer, so text cannot be read", "give token ids, as .npz or .pt")
+        raise bad(data, "the model brings no tokenizer, so text cannot be read", "give token ids, as .npz or .pt")
     if not len(rows):
-        raise _bad(data, f"the text is shorter than one window of {length} tokens", "give a longer text")
-    return {name: rows if len(wanted) == 1 else _text_input(data, name, rows) for name in wanted}
+        raise bad(data, f"the text is shorter than one window of {length} tokens", "give a longer text")
+    return {name: rows if len(wanted) == 1 else text_input(data, name, rows) for name in wanted}
 
 
-def _text_input(data: str, name: str, rows: Tensor) -> Tensor:
+def text_input(data: str, name: str, rows: Tensor) -> Tensor:
     """Make one input of the windows `rows`: the ids themselves, full attention, or a single segment."""
     if "mask" in name:
         return torch.ones_like(rows)
@@ -274,7 +296,7 @@ def _text_input(data: str, name: str, rows: Tensor) -> Tensor:
         return torch.arange(rows.shape[1]).expand_as(rows)
     if name.endswith(("ids", "tokens")):
         return rows
-    raise _bad(data, f"text gives no values for the input {name}", "give all inputs, as .npz or .pt")
+    raise bad(data, f"text gives no values for the input {name}", "give all inputs, as .npz or .pt")
 
 
 def _tokenized(data: str, text: str, folder: str, length: int) -> Tensor:
@@ -282,12 +304,12 @@ def _tokenized(data: str, text: str, folder: str, length: int) -> Tensor:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise _bad(data, "reading text needs transformers", "pip install transformers (or lnrewrite[hf])") from error
+        raise bad(data, "reading text needs transformers", "pip install transformers (or lnrewrite[hf])") from error
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         found = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
     except Exception as error:  # tokenizers raise anything
-        raise _bad(
+        raise bad(
             data, f"the tokenizer failed: {type(error).__name__}: {error}", "give token ids, as .npz or .pt"
         ) from error
     windows = found if found and isinstance(found[0], list) else [found]

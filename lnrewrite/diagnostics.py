@@ -372,3 +372,30 @@ page(
 page("LN502", "precision", "The model holds values or operators that the dtype that was asked for does not take.")
 page("LN503", "target", "What was asked for cannot be written: the message says which form, dtype or opset is lacking.")
 page("LN520", "bench", "A model does not load or run on the target, so that no time can be given.")
+# LN6xx: healing
+page(
+    "LN601",
+    "no teacher and student",
+    """Healing compares a converted model with the one that it was made of: the same inputs, the same vocabulary, the
+     same residual blocks. Give the model and what `lnrewrite convert` made of it, both as torch models.""",
+)
+page(
+    "LN602",
+    "no exact start",
+    """A progressive healing starts at the teacher exactly and ends at the new placement exactly. That is possible
+     inside the branches (any norm may come or go), from pre to post, from post to pre or peri, and for a final norm
+     that only linear maps of its own read. Heal everything else without progressive, from the calibrated student.""",
+)
+page(
+    "LN604",
+    "NaN in training",
+    """A loss or a gradient became NaN or infinite; the message names the step and the first block whose state is not
+     finite. No weight was changed by that step, and the last checkpoint is kept: lower the learning rate, look at the
+     data, or train without bfloat16, then go on with --resume.""",
+)
+page(
+    "LN605",
+    "run folder",
+    """The folder of a healing run holds another run, or one that did not end. Go on with --resume and the options that
+     it was started with, name another folder with --run, or remove it.""",
+)

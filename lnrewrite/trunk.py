@@ -13,7 +13,7 @@ import numpy as np
 
 from .fitting import Fit, careful_eps, fit, metric, mix, size, spread, unit, usual
 from .pipeline import Context, Samples
-from .plan import Affine, Edit, FoldReader, Gain, Operation, Refusal, ScaleWriter, SetNorm, Vectors
+from .plan import Affine, Edit, FoldReader, Gain, Operation, Refusal, ScaleWriter, SetNorm, Value, Vectors
 from .stream import Block, Kind, Linear, Norm, Site, Stream, Where
 
 
@@ -135,7 +135,7 @@ class Walk:
     ) -> None:
         """Let the readers see scale * trunk + shift: folded into them where that is whole, else as an operation."""
         readers = site.readers if site else block.readers
-        whole = not (site.taps if site else "read by" in block.opaque) and _free(readers, self.beta)
+        whole = _whole(block, site, self.beta)
         if self.unit and site and site.norm.kind is self.kind and not site.norm.computed:
             n = site.norm
             scale: Any = Gain(n.gamma, n.plus_one) if n.gamma else None
@@ -148,10 +148,8 @@ class Walk:
                 found = dense
             fits.append(found)
             scale, shift = self.vector(found.scale), self.vector(found.shift)
-        if whole:
-            operations += [] if shared else [FoldReader(r, scale, shift) for r in readers]
-        elif scale or shift:
-            operations.append(Affine(Where.IN, scale, shift))
+        if not (whole and shared):
+            operations += reading(block, site, scale, shift)
 
     def write(self, block: Block, seen: Samples, weight: Any, operations: list[Operation], fits: list[Fit]) -> Any:
         """Let the branch add what it added, in the trunk's new size; return what it adds."""
@@ -193,12 +191,7 @@ class Walk:
 
     def rescale(self, block: Block, by: Any, plus: Any, operations: list[Operation]) -> None:
         """Let the branch end in by * f + plus: in its writers where that is whole, else as an operation."""
-        scale, shift = self.vector(by), self.vector(plus)
-        alone = len(block.writers) == 1 or shift is None
-        if "written by" not in block.opaque and block.writers and alone and _free(block.writers, bool(shift)):
-            operations += [ScaleWriter(w, scale, shift) for w in block.writers]
-        else:
-            operations.append(Affine(Where.OUT, scale, shift))
+        operations += writing(block, self.vector(by), self.vector(plus))
 
     def after(self, block: Block, seen: Samples, last: bool, operations: list[Operation], fits: list[Fit]) -> None:
         """Take the trunk through the norm after a sum: kept, put on, or taken off."""
@@ -238,6 +231,27 @@ class Walk:
         if self.carried or self.unit or len(after.state) != len(self.trunk):
             self.refuse(onward, "LN114", "the trunk is scaled or transformed between blocks")
         self.trunk = after.state * 1.0
+
+
+def reading(block: Block, site: Site | None, scale: Value | None, shift: Value | None) -> list[Operation]:
+    """Return what lets a branch see scale * u + shift: folded into its readers where that is whole, else on its way."""
+    if _whole(block, site, shift is not None):
+        return [FoldReader(r, scale, shift) for r in (site.readers if site else block.readers)]
+    return [Affine(Where.IN, scale, shift)] if scale or shift else []
+
+
+def writing(block: Block, scale: Value | None, shift: Value | None) -> list[Operation]:
+    """Return what lets a branch end in scale * f + shift: in its writers where that is whole, else at its end."""
+    alone = len(block.writers) == 1 or shift is None
+    if "written by" not in block.opaque and block.writers and alone and scale and _free(block.writers, bool(shift)):
+        return [ScaleWriter(w, scale, shift) for w in block.writers]
+    return [Affine(Where.OUT, scale, shift)]
+
+
+def _whole(block: Block, site: Site | None, shift: bool) -> bool:
+    """Say whether all that reads the branch's entrance are linear maps of its own that take a scale (and shift)."""
+    readers = site.readers if site else block.readers
+    return not (site.taps if site else "read by" in block.opaque) and _free(readers, shift)
 
 
 def _free(linears: tuple[Linear, ...], shift: bool) -> bool:

@@ -1,0 +1,200 @@
+"""What a student is trained on: the task, the teacher's outputs, the teacher's states; and how well it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from ..diagnostics import LnrewriteError, UsageError, did_you_mean
+from ..program import Program
+from ..stream import Kind
+from ..verifying import logits
+from .feed import LABELS, Rows
+from .view import Seen
+
+IGNORED = -100
+"""A target that counts for nothing, as in torch and transformers."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Weigh the terms of a loss; `parse("task=0.5,kl=0.5")` reads one, what is not named weighs nothing.
+
+    task: cross-entropy, of the next token where the model is causal, else of the batch's `labels`. kl: KL(teacher ||
+    student) of the logits, in nats for each row; of a model without logits the squared error of its output over the
+    teacher's size. hidden: squared distance of the normalised states behind every sum. spread: E[log(s / rho)^2] where
+    norms go, which keeps the sizes that a constant will stand for alike (std-uniformity, arXiv 2507.02559) and at a
+    fixed target (TaperNorm, 2602.10408).
+    """
+
+    task: float = 0.0
+    kl: float = 0.0
+    hidden: float = 0.0
+    spread: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `name=weight,...`. Raises UsageError LN003 for an unknown name or a weight that is no number."""
+        found: dict[str, float] = {}
+        known = [f.name for f in fields(cls)]
+        for term in text.split(","):
+            name, _, weight = term.strip().partition("=")
+            if name not in known:
+                raise UsageError("LN003", f"loss {name!r}", "there is no such term", did_you_mean(name, known))
+            try:
+                found[name] = float(weight)
+            except ValueError:
+                why = f"the weight {weight!r} is no number"
+                raise UsageError("LN003", f"loss {name!r}", why, f"write {name}=0.5") from None
+            if not 0 <= found[name] < float("inf"):
+                raise UsageError("LN003", f"loss {name!r}", "a weight must be finite and not negative", "write 0.5")
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Compare a student with targets and teacher.
+
+    `ids` names the tokens whose successors a causal model predicts, or is empty; `masks` the inputs that say which
+    tokens count; `centred` whether states are compared without their mean, as layer norms see them.
+    """
+
+    ids: str
+    masks: tuple[str, ...]
+    centred: bool
+
+    @classmethod
+    def of(cls, program: Program, example: Rows) -> Self:
+        """Look at a model, and run it, to tell what it is trained on."""
+        for name in program.id_limits():
+            if name in example and example[name].dim() == 2 and example[name].shape[1] < 2:
+                why = "its sequences have one token, which nothing follows"
+                raise LnrewriteError("LN022", f"data: {name}", why, "give longer sequences (--length)")
+        kinds = [site.norm.kind for s in program.network.streams for _, site in s.sites()]
+        masks = tuple(n for n, t in example.items() if "mask" in n and t.dim() == 2)
+        return cls(_causal(program, example), masks, 2 * kinds.count(Kind.LAYER) > len(kinds))
+
+    def has_task(self, batch: Rows) -> bool:
+        """Say whether there are targets: the next tokens of a causal model, or labels in the data."""
+        return bool(self.ids) or LABELS in batch
+
+    def terms(self, mix: Mix, batch: Rows, student: Seen, teacher: Seen | None) -> dict[str, Tensor]:
+        """Return each term that weighs anything, unweighted."""
+        found: dict[str, Tensor] = {}
+        if mix.task:
+            losses = self.rows(student.outputs, batch)
+            found["task"] = losses.mean()
+        if mix.kl and teacher:
+            found["kl"] = self.divergence(student.outputs, teacher.outputs, batch)
+        if mix.hidden and teacher:
+            pairs = [(s, teacher.states[n]) for n, s in student.states.items() if n in teacher.states]
+            found["hidden"] = torch.stack([self._apart(s, t, batch) for s, t in pairs]).mean()
+        if mix.spread and student.spread is not None:
+            found["spread"] = student.spread
+        return found
+
+    def rows(self, outputs: Any, batch: Rows) -> Tensor:
+        """Return the cross-entropy of every target in nats: [targets]."""
+        scores, targets = logits(outputs), self.targets(batch).reshape(-1)
+        assert scores is not None
+        scores = scores if LABELS in batch else scores[:, :-1]
+        flat = scores.float().reshape(len(targets), -1)
+        losses = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none")
+        return losses[targets != IGNORED]
+
+    def targets(self, batch: Rows) -> Tensor:
+        """Return the labels of a batch, or the tokens that follow, masked ones ignored."""
+        if LABELS in batch:
+            return batch[LABELS].long()
+        targets = batch[self.ids][:, 1:].long()
+        for name in self.masks:
+            targets = targets.masked_fill(batch[name][:, 1:] == 0, IGNORED)
+        return targets
+
+    def count(self, batch: Rows) -> int:
+        """Return how many targets, or tokens that count, a batch holds."""
+        if self.has_task(batch):
+            return int((self.targets(batch) != IGNORED).sum())
+        masks = [batch[name] for name in self.masks]
+        return int(masks[0].sum()) if masks else next(iter(batch.values())).shape[:2].numel()
+
+    def divergence(self, student: Any, teacher: Any, batch: Rows) -> Tensor:
+        """Return KL(teacher || student) of the logits or, without any, the relative squared error of the output."""
+        mine, its = logits(student), logits(teacher)
+        if (self.ids or LABELS in batch) and mine is not None and its is not None:
+            p, q = its.float().log_softmax(-1), mine.float().log_softmax(-1)
+            rows = (p.exp() * (p - q)).sum(-1)
+            return self._mean(rows, batch)
+        mine, its = _first(student), _first(teacher)
+        return self._mean((mine - its).square().mean(-1), batch) / self._mean(its.square().mean(-1), batch)
+
+    def _apart(self, student: Tensor, teacher: Tensor, batch: Rows) -> Tensor:
+        """Return the mean squared distance of two states after a norm without gain."""
+        return self._mean((self._unit(student) - self._unit(teacher)).square().mean(-1), batch)
+
+    def _unit(self, x: Tensor) -> Tensor:
+        x = x.float()
+        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-12)
+
+    def _mean(self, rows: Tensor, batch: Rows) -> Tensor:
+        """Return the mean over the tokens that count."""
+        for name in self.masks:
+            if batch[name].shape == rows.shape:
+                weight = batch[name].to(rows.dtype)
+                return (rows * weight).sum() / weight.sum().clamp(min=1)
+        return rows.mean()
+
+
+def _first(outputs: Any) -> Tensor:
+    return next(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()).float()
+
+
+def _causal(program: Program, example: Rows) -> str:
+    """Name the input whose next tokens the logits predict: no logit before a token changes with it; empty for none."""
+    limits = program.id_limits()
+    names = [n for n, t in example.items() if n in limits and t.dim() == 2 and t.shape[1] > 1]
+    if len(names) != 1:
+        return ""
+    name = names[0]
+    other = dict(example) | {name: example[name].clone()}
+    other[name][:, -1] = (other[name][:, -1] + 1) % limits[name]
+    other.pop(LABELS, None)
+    plain = {n: t for n, t in example.items() if n != LABELS}
+    with torch.no_grad():
+        one, two = (logits(program.module()(**batch)) for batch in (plain, other))
+    if one is None or two is None or one.shape[:2] != example[name].shape or one.shape[-1] < limits[name]:
+        return ""
+    return name if torch.allclose(one[:, :-1], two[:, :-1], atol=1e-4) and not torch.equal(one, two) else ""
+
+
+def losses_of(
+    module: torch.nn.Module, objective: Objective, batches: Sequence[Rows], teacher: torch.nn.Module
+) -> Mapping[str, float]:
+    """Return mean, median and p99.9 over all held-out targets of the loss in nats.
+
+    Without targets: of each token's squared error of the output over the teacher's mean square.
+    """
+    found = []
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    with torch.no_grad():
+        for rows in batches:
+            batch = {n: t.to(device) for n, t in rows.items()}
+            inputs = {n: t for n, t in batch.items() if n != LABELS}
+            out = module(**inputs)
+            if objective.has_task(batch):
+                found.append(objective.rows(out, batch))
+                continue
+            mine, its = _first(out), _first(teacher(**inputs))
+            errors = (mine - its).square().mean(-1) / its.square().mean()
+            counted = [batch[n].bool() for n in objective.masks if batch[n].shape == errors.shape]
+            found.append(errors[counted[0]] if counted else errors.reshape(-1))
+    values = torch.cat(found).double().cpu().numpy()
+    return {"mean": float(values.mean()), "median": float(np.median(values)), "p999": float(np.quantile(values, 0.999))}

@@ -1,0 +1,108 @@
+"""Say what a healing run did: the JSON of `heal`, a page for a person, and a picture of its losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+MEASURES = ("mean", "median", "p999")
+COLOURS = {"local": "#888888", "global": "#1f6fb4", "control": "#d0701e"}
+WIDE, HIGH, EDGE = 760, 320, 48
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Hold the figures of one run; `str()` is for people, `to_dict()` for programs.
+
+    `losses` maps teacher, converted, healed and control to mean, median and p999 of the held-out losses, in nats where
+    there is a task, else relative squared errors of the outputs. `gap` is healed minus control (minus teacher where
+    there is no control), of the means.
+    """
+
+    placement_before: str
+    placement_after: str
+    unit: str
+    targets: int
+    losses: Mapping[str, Mapping[str, float]]
+    trained: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    tokens: int
+    seconds: float
+    drift: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    output: str | None = None
+    run: str | None = None
+
+    @property
+    def gap(self) -> float:
+        """Return how far the healed model is from the control, by the mean held-out loss."""
+        return self.losses["healed"]["mean"] - self.losses.get("control", self.losses["teacher"])["mean"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of `heal --json`."""
+        return {
+            "output": self.output,
+            "run": self.run,
+            "exactness": "learned",
+            "placement_before": self.placement_before,
+            "placement_after": self.placement_after,
+            "unit": self.unit,
+            "targets": self.targets,
+            "losses": {name: dict(row) for name, row in self.losses.items()},
+            "gap": self.gap,
+            "trained": dict(self.trained),
+            "recipe": dict(self.recipe),
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 2),
+            "drift": dict(self.drift),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("", *MEASURES)]
+        rows += [(name, *(f"{row[m]:.4f}" for m in MEASURES)) for name, row in self.losses.items()]
+        wide = [max(len(row[i]) for row in rows) for i in range(4)]
+        table = (
+            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, wide, strict=True)))
+            for r in rows
+        )
+        against = "control" if "control" in self.losses else "teacher"
+        t = self.trained
+        lines = [
+            f"placement  {self.placement_before} -> {self.placement_after}",
+            f"trained    {t['parameters']:,} of {t['of']:,} parameters ({t['which']}) on {self.tokens:,} tokens, {self.seconds:.0f} s",
+            f"gap        {self.gap:+.4f} {self.unit}, healed against {against}",
+            "",
+            f"held-out loss, {self.unit}, {self.targets:,} targets",
+            *table,
+        ]
+        if self.output:
+            lines.insert(0, f"written    {self.output}")
+        if self.run:
+            lines += ["", f"log and picture: {self.run}"]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def picture(rows: Sequence[Mapping[str, Any]], title: str) -> str:
+    """Return an HTML page with the loss of every phase over its steps, as SVG; needs nothing to show it."""
+    lines, legend = [], []
+    values = sorted(row["loss"] for row in rows) or [0.0, 1.0]
+    low, high = values[0], values[int(0.99 * (len(values) - 1))]
+    last = max((row["step"] for row in rows), default=1)
+    across, up = (WIDE - 2 * EDGE) / max(1, last), (HIGH - 2 * EDGE) / max(high - low, 1e-9)
+    for index, phase in enumerate(dict.fromkeys(row["phase"] for row in rows)):
+        points = " ".join(
+            f"{EDGE + row['step'] * across:.1f},{HIGH - EDGE - (min(row['loss'], high) - low) * up:.1f}"
+            for row in rows if row["phase"] == phase
+        )  # fmt: skip
+        colour = COLOURS.get(phase, "#444444")
+        lines.append(f'<polyline fill="none" stroke="{colour}" points="{points}"/>')
+        legend.append(f'<text x="{EDGE + 90 * index}" y="20" fill="{colour}">{escape(phase)}</text>')
+    ends = [f'<text x="4" y="{EDGE}">{high:.3f}</text>', f'<text x="4" y="{HIGH - EDGE}">{low:.3f}</text>']
+    ends.append(f'<text x="{WIDE - 2 * EDGE}" y="{HIGH - 16}">step {last}</text>')
+    body = "".join([*legend, *ends, *lines])
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDE}" height="{HIGH}" font-family="sans-serif" font-size="12">'
+    head = f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><h1>{escape(title)}</h1>'
+    return f"{head}{frame}{body}</svg>\n"

@@ -1,0 +1,88 @@
+"""Say how a model is healed: every choice in one place, checked before anything runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..diagnostics import UsageError, did_you_mean
+
+TRAINED = {
+    "all": "everything",
+    "norms": "gains and biases of norms",
+    "touched": "what the conversion changed, and the norms",
+}
+"""What `train` may be, in words."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hold every choice of a healing run but for its models and data.
+
+    steps: optimizer steps of the global phase, and of the control. local_steps: before it, train each block alone, from
+    the teacher's normalised state behind it, and only what the conversion changed. losses: the terms of `Mix` with
+    their weights; None is task=0.5,kl=0.5,hidden=1 where there are targets, else kl=1,hidden=1. train: all, norms, or
+    touched (what the conversion changed).
+
+    progressive: start at the teacher exactly and move norms by degrees within `ramp` of the steps (`Tapering`); the
+    student then says only where norms shall sit. stages: block selections, or `final`, that move one after the other.
+    drop_final: take the final norm away too; it anchors the logits, so it stays by default. control: train the teacher
+    on the same tokens.
+
+    batch: rows of a step over all processes, in `accumulate` micro-batches. lr: the peak learning rate of AdamW, after
+    `warmup` steps, then a cosine down to a fiftieth. decay: weight decay of matrices; gains and biases never decay (it
+    harms output-norm gains: arXiv 2605.26895). clip: the largest gradient norm. bf16: run under autocast. recompute:
+    keep no activations inside a block. every: steps between checkpoints. seed: of the data's order and of what is
+    random.
+    """
+
+    steps: int = 400
+    local_steps: int = 0
+    losses: str | None = None
+    train: str = "all"
+    progressive: bool = False
+    stages: tuple[str, ...] = ()
+    ramp: float = 0.6
+    drop_final: bool = False
+    control: bool = True
+    batch: int = 16
+    accumulate: int = 1
+    lr: float = 3e-4
+    warmup: int = 20
+    decay: float = 0.1
+    clip: float = 1.0
+    bf16: bool = False
+    recompute: bool = False
+    every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.train not in TRAINED:
+            _wrong("train", self.train, did_you_mean(self.train, TRAINED))
+        for name, least in (
+            ("steps", 1),
+            ("local_steps", 0),
+            ("batch", 1),
+            ("accumulate", 1),
+            ("every", 1),
+            ("warmup", 0),
+        ):
+            if getattr(self, name) < least:
+                _wrong(name, getattr(self, name), f"give at least {least}")
+        if self.batch % self.accumulate:
+            _wrong("batch", self.batch, f"give a multiple of accumulate, {self.accumulate}")
+        if not 0 < self.ramp <= 1:
+            _wrong("ramp", self.ramp, "give a share of the steps, above 0 and up to 1")
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                _wrong(name, getattr(self, name), "give a positive number")
+
+    def rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of a step of `steps`, counted from 0."""
+        warmup = min(self.warmup, max(1, steps // 10))
+        cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * step / steps))
+        return self.lr * min(1.0, (step + 1) / max(1, warmup)) * cosine
+
+
+def _wrong(name: str, value: object, remedy: str) -> None:
+    raise UsageError("LN003", f"{name}={value}", "a recipe does not take that value", remedy)

@@ -1,0 +1,302 @@
+"""Run a healing: check that teacher, student and data belong together, train, and measure everything beside a control."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..backends.captured import CapturedModule, stored
+from ..diagnostics import LnrewriteError, UsageError
+from ..output import write_whole
+from ..program import Program, capture
+from ..trunk import switches
+from ..verifying import drift
+from .feed import LABELS, Feed, Rows, held_out_of, open_feed
+from .folding import fold, unfoldable
+from .losses import Mix, Objective, losses_of
+from .outcome import Outcome, picture
+from .recipe import TRAINED, Recipe
+from .snapshots import Snapshots
+from .tapers import Tapering, style_of
+from .training import Phase, Side
+from .view import View
+from .world import World
+
+
+@dataclass(frozen=True, eq=False)
+class Healed:
+    """Hold what a run gave: the healed `program`, and the `report`, which prints itself.
+
+    `module` is the program's trainable module, or the student itself where that was a living module.
+    """
+
+    program: Program
+    module: nn.Module
+    report: Outcome
+
+
+@dataclass
+class Session:
+    """Hold one healing from its checks to its figures; `heal` says what the fields mean."""
+
+    teacher: Program
+    student: Program
+    feed: Feed
+    measured: Sequence[Rows]
+    recipe: Recipe
+    world: World
+    snapshots: Snapshots
+    say: Callable[[str], None]
+
+    @cached_property
+    def objective(self) -> Objective:
+        return Objective.of(self.teacher, self.measured[0])
+
+    @cached_property
+    def mix(self) -> Mix:
+        """Return the losses that were asked for, or the usual ones. Raises UsageError LN003 for a task without targets."""
+        task = self.objective.has_task(self.measured[0])
+        usual = "task=0.5,kl=0.5,hidden=1,spread=0.1" if task else "kl=1,hidden=1,spread=0.1"
+        mix = Mix.parse(self.recipe.losses or usual)
+        if mix.task and not task:
+            why = "the model predicts no next token and the data hold no labels"
+            raise UsageError("LN003", "loss task", why, "give labels, or losses such as kl=1,hidden=1")
+        if not (mix.task or mix.kl or mix.hidden):
+            raise UsageError("LN003", "losses", "nothing is left to learn from", "give task, kl or hidden a weight")
+        return mix
+
+    @cached_property
+    def tapering(self) -> Tapering | None:
+        """Return the plan of a progressive healing: the student says only where the norms shall sit."""
+        if not (self.recipe.progressive or self.recipe.drop_final):
+            return None
+        wanted = {b.name: frozenset(switches(b)) for b in self.student.network.blocks}
+        batches = [{n: t for n, t in self.feed.batch(i).items() if n != LABELS} for i in range(8)]
+        found = Tapering(
+            self.teacher, wanted, batches, style_of(self.student), self.recipe.stages, self.recipe.drop_final
+        )
+        if self.recipe.drop_final and (held := [w for s in found.program.network.streams for w in unfoldable(s)]):
+            why = f"the final norm cannot be folded away: {', '.join(held)}"
+            raise LnrewriteError("LN602", "final norm", why, "keep the final norm (leave out --drop-final)")
+        return found
+
+    def run(self) -> tuple[Program, Outcome]:
+        """Train what was asked for, and measure it."""
+        started = time.perf_counter()
+        losses = {"teacher": self.measure(self.teacher)}
+        if self.teacher is not self.student:
+            losses["converted"] = self.measure(self.student)
+        tapering = self.tapering
+        working = tapering.program if tapering else self.student.apply([], "heal")[0]
+        names = self.names(working)
+        of = sum(p.numel() for p in working.module().parameters())
+        count = sum(p.numel() for n, p in working.module().named_parameters() if n in names)
+        share_untrained(working, self.teacher, names)
+        watched = self.teacher.apply([], "heal")[0] if self.world.size > 1 else self.teacher
+        teacher = self.side(watched)
+        student = self.side(working, tapering)
+        if self.recipe.local_steps:
+            student.view.detached = True
+            touched = self.names(working, "touched") & names
+            self.phase("local", self.recipe.local_steps, student, teacher, Mix(hidden=1.0), touched)
+            student.view.detached = False
+        self.phase("global", self.recipe.steps, student, teacher, self.mix, names)
+        self.world.gather(student.view, working.module())
+        healed = fold(tapering, working) if tapering else working
+        healed.module().requires_grad_(True)
+        losses["healed"] = self.measure(healed)
+        if self.controlled:
+            losses["control"] = self.measure(self.trained_on())
+        seconds = time.perf_counter() - started
+        trained = {"which": TRAINED[self.recipe.train], "tensors": len(names), "parameters": count, "of": of}
+        return healed, self.outcome(healed, losses, trained, seconds)
+
+    @property
+    def controlled(self) -> bool:
+        return self.recipe.control and self.objective.has_task(self.measured[0])
+
+    def trained_on(self) -> Program:
+        """Return the control: the teacher, trained on the same tokens with the same recipe on the task alone."""
+        control = self.teacher.apply([], "heal")[0]
+        side = self.side(control)
+        self.phase("control", self.recipe.steps, side, None, Mix(task=1.0), self.names(control))
+        self.world.gather(side.view, control.module())
+        return control
+
+    def side(self, program: Program, tapering: Tapering | None = None) -> Side:
+        """Return a program with its view, on this process's device and sharded where there are several."""
+        view = View(program, tapering.tapers if tapering else ())
+        self.world.shard(view, program.module())
+        return Side(program, view)
+
+    def phase(
+        self, name: str, steps: int, student: Side, teacher: Side | None, mix: Mix, trained: frozenset[str]
+    ) -> None:
+        tapers = self.tapering.tapers if self.tapering and name == "global" else ()
+        phase = Phase(name, steps, student, teacher, self.objective, mix, self.recipe, trained, tapers)
+        phase.run(self.feed, self.snapshots, self.world, self.say)
+
+    def names(self, program: Program, train: str | None = None) -> frozenset[str]:
+        """Return the names of the parameters that are trained."""
+        train = train or self.recipe.train
+        every = dict(program.module().named_parameters())
+        if train == "all":
+            return frozenset(every)
+        sites = [site.norm for s in program.network.streams for _, site in s.sites()]
+        sites += [site.norm for site in program.network.elsewhere]
+        norms = {n for norm in sites for n in (norm.gamma, norm.beta) if n in every}
+        if train == "touched":
+            norms |= {n for n, p in every.items() if not _equal(p, stored(self.teacher.module(), n))}
+        return frozenset(norms)
+
+    def measure(self, program: Program) -> Mapping[str, float]:
+        self.say("measuring the held-out loss")
+        return losses_of(program.module(), self.objective, self.measured, self.teacher.module())
+
+    def outcome(
+        self, healed: Program, losses: Mapping[str, Mapping[str, float]], trained: Mapping[str, Any], seconds: float
+    ) -> Outcome:
+        task = self.objective.has_task(self.measured[0])
+        rows = [{n: t for n, t in batch.items() if n != LABELS} for batch in self.measured]
+        log = self.snapshots.rows()
+        notes = []
+        if not task:
+            notes.append("the data hold no targets, so there is no control: the losses are distances to the teacher")
+        elif not self.recipe.control:
+            notes.append("no control was trained; the gap is against the teacher as it was")
+        self.draw(log)
+        return Outcome(
+            placement_before=self.teacher.network.placement,
+            placement_after=healed.network.placement,
+            unit="nats" if task else "relative squared error",
+            targets=sum(self.objective.count(b) for b in self.measured),
+            losses=losses,
+            trained=trained,
+            recipe={**asdict(self.recipe), "losses": asdict(self.mix)},
+            tokens=sum(row["tokens"] for row in log if row["phase"] != "control"),
+            seconds=seconds,
+            drift=drift(self.teacher.module(), healed.module(), rows, True),
+            notes=tuple(notes),
+        )
+
+    def draw(self, log: Sequence[Mapping[str, Any]]) -> None:
+        """Write the picture of the losses beside the log."""
+        if self.world.first:
+            page = picture(log, "lnrewrite heal: loss of the training batches")
+            write_whole(self.snapshots.folder / "loss.html", lambda t: (Path(t).write_text(page), None)[1])
+
+
+def heal(
+    teacher: Program | nn.Module,
+    student: Program | nn.Module,
+    data: Any,
+    recipe: Recipe | None = None,
+    *,
+    output: str | Path | None = None,
+    held_out: str | None = None,
+    length: int | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    run: str | Path | None = None,
+    resume: bool = False,
+    device: str = "cpu",
+    progress: Callable[[str], None] | None = None,
+    **choices: Any,
+) -> Healed:
+    """Train a converted model back to its teacher's quality, and say how near it came to a control.
+
+    teacher, student: programs, or living modules with example inputs in `kwargs`; a living student is trained in place,
+    any other stays as it was. data: text, token arrays [count], arrays of rows [count, ...], `pkg.module:iterable`, or
+    an iterable of batches: dicts of the model's inputs, and `labels` [batch, ...] where there are targets. A part of it
+    is held out, or `held_out` names other data. length: tokens of a window cut from a text. recipe, or its fields
+    as keywords: steps=1000, progressive=True, lr=1e-4, as `Recipe` explains them.
+
+    output: where to write the result (.pt2 or .onnx). run: the folder of checkpoints, log.jsonl and loss.html; None uses a temporary one. resume: go on where that run
+    stopped; the same seed gives the same weights. Under torchrun the work is shared over all processes (FSDP2).
+
+    Raises LnrewriteError: LN022 data, LN601 the student is no conversion of the teacher, LN602 no exact start, LN604
+    NaN, LN605 run folder, LN025 no room; UsageError LN003. Sources: local, then global: arXiv 2410.10254; removal by
+    degrees: 2507.02559, 2602.10408; weight decay: 2605.26895.
+    """
+    plan = replace(recipe or Recipe(), **choices)
+    world = World.join(device)
+    say = progress if progress and world.first else (lambda message: None)
+    first, second = (m if isinstance(m, Program) else capture(m, kwargs=kwargs) for m in (teacher, student))
+    check_pair(first, second)
+    for program in (first, second):
+        program.module().to(world.device)
+    feed = open_feed(data, first, plan.batch // plan.accumulate, length, plan.seed)
+    measured = held_out_of(held_out, first, length, plan.seed) if held_out else feed.held_out
+    asked = {**asdict(plan), "data": data if isinstance(data, str) else "given", "length": length}
+    asked |= {"student": hashlib.sha256(str(second.stream).encode()).hexdigest()[:16], "processes": world.size}
+    with contextlib.ExitStack() as stack:
+        folder = run or stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-"))
+        snapshots = Snapshots(Path(folder), world, asked, resume)
+        session = Session(first, second, feed, measured, plan, world, snapshots, say)
+        healed, report = session.run()
+        module: nn.Module = healed.module()
+        if isinstance(student, nn.Module) and not isinstance(student, CapturedModule):
+            module = give_back(student, healed)
+        if output and world.first:
+            say(f"writing {output}")
+            healed.save(output)
+        snapshots.end()
+    report = replace(report, run=str(run) if run else None, output=str(output) if output else None)
+    return Healed(healed, module, report)
+
+
+def check_pair(teacher: Program, student: Program) -> None:
+    """Raise LnrewriteError LN601 where a student cannot be a conversion of the teacher."""
+    inputs = [sorted(p.example_inputs()) for p in (teacher, student)]
+    tables = [p.id_limits() for p in (teacher, student)]
+    blocks = [{b.name for b in p.network.blocks} for p in (teacher, student)]
+    if inputs[0] != inputs[1]:
+        _unlike(f"it takes {', '.join(inputs[1])} and the teacher {', '.join(inputs[0])}")
+    if tables[0] != tables[1]:
+        _unlike(f"its vocabulary is {tables[1]} and the teacher's {tables[0]}")
+    if not blocks[0]:
+        _unlike("no residual block was found in the teacher")
+    if other := sorted(blocks[0] ^ blocks[1]):
+        _unlike(f"the blocks differ: {', '.join(other[:3])}")
+
+
+def _unlike(why: str) -> NoReturn:
+    remedy = "give a model and what `lnrewrite convert` made of it"
+    raise LnrewriteError("LN601", "the student is no conversion of the teacher", why, remedy)
+
+
+def share_untrained(working: Program, teacher: Program, trained: frozenset[str]) -> None:
+    """Let the student use the teacher's tensors for what is equal in both and stays so."""
+    for name, parameter in working.module().named_parameters():
+        theirs = stored(teacher.module(), name)
+        if name not in trained and theirs is not None and _equal(parameter, theirs):
+            parameter.data = theirs.data
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and torch.equal(one.detach(), other.detach())
+
+
+def give_back(student: nn.Module, healed: Program) -> nn.Module:
+    """Put trained weights into the living module that they belong to, all of them or none."""
+    pairs = []
+    for name, parameter in student.named_parameters(remove_duplicate=False):
+        found = stored(healed.module(), name)
+        if found is None or found.shape != parameter.shape:
+            why = f"the healed network has no parameter {name} of its shape"
+            remedy = "heal the program (lnr.capture), or without progressive and drop_final"
+            raise LnrewriteError("LN602", type(student).__name__, why, remedy)
+        pairs.append((parameter, found))
+    with torch.no_grad():
+        for parameter, found in pairs:
+            parameter.copy_(found)
+    return student

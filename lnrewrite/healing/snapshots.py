@@ -1,0 +1,138 @@
+"""Keep a run on the disk: checkpoints that are whole or not there, a log of JSON lines, and what the run was asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from ..diagnostics import LnrewriteError
+from ..output import write_whole
+from .world import World
+
+
+class Snapshots:
+    """Write and read the folder of one run: `PHASE-STEP/` checkpoints (torch.distributed.checkpoint), `log.jsonl`.
+
+    A checkpoint is written beside its place and renamed; the one before goes only then. Reading one unpickles its
+    index, as torch.distributed.checkpoint does: resume only runs of your own.
+    """
+
+    def __init__(self, folder: Path, world: World, asked: Mapping[str, Any], resume: bool) -> None:
+        """Open the folder of a run that was asked for these things.
+
+        Raises LnrewriteError LN605 where it holds another run, or one that was not to be resumed.
+        """
+        self.folder, self.world = folder, world
+        held = folder / "run.json"
+        text = json.dumps(asked, indent=1, sort_keys=True, default=str)
+        if held.exists() and not resume:
+            why, remedy = "it holds a run that did not end", "go on with --resume, or remove the folder"
+            raise LnrewriteError("LN605", str(folder), why, remedy)
+        if held.exists() and held.read_text() != text:
+            was = json.loads(held.read_text())
+            other = sorted(k for k in asked if json.loads(text).get(k) != was.get(k))
+            why = f"the run there was asked for something else ({', '.join(other)})"
+            raise LnrewriteError("LN605", str(folder), why, "resume with the same options, or remove the folder")
+        world.wait()
+        if world.first and not held.exists():
+            self._make()
+            self._write(held, text)
+        world.wait()
+
+    def save(self, phase: str, step: int, view: nn.Module, optimizer: Optimizer) -> None:
+        """Keep weights and optimizer of a phase at a step. Raises LnrewriteError LN025 where there is no room."""
+        model, state = get_state_dict(view, optimizer)
+        place = self.folder / f"{phase}-{step:06d}"
+        temporary = self.folder / f".{place.name}"
+        try:
+            if self.world.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            self.world.wait()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is one process is no news
+                save({"model": model, "optimizer": state}, checkpoint_id=temporary)
+        except Exception as error:  # torch wraps what the file system says in errors of its own
+            shutil.rmtree(temporary, ignore_errors=True)
+            why = f"the checkpoint of step {step} cannot be written: {error}"
+            raise LnrewriteError("LN025", str(self.folder), why, "free some room, then go on with --resume") from error
+        self.world.wait()
+        if self.world.first:
+            earlier = self._checkpoints(phase)
+            if not place.exists():
+                os.replace(temporary, place)
+            for _, old in earlier:
+                if old != place:
+                    shutil.rmtree(old, ignore_errors=True)
+        self.world.wait()
+
+    def load(self, phase: str, view: nn.Module, optimizer: Optimizer) -> int:
+        """Put the last checkpoint of a phase into place and return its step; 0 where there is none."""
+        found = self._checkpoints(phase)
+        if not found:
+            return 0
+        step, place = found[-1]
+        model, state = get_state_dict(view, optimizer)
+        held = {"model": model, "optimizer": state}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load(held, checkpoint_id=place)
+        except Exception as error:  # whatever is wrong with the files
+            why = f"it cannot be read: {error}"
+            raise LnrewriteError("LN605", str(place), why, "remove this checkpoint, or the run's folder") from error
+        set_state_dict(view, optimizer, model_state_dict=model, optim_state_dict=state)
+        return step
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Append one line of JSON."""
+        if self.world.first:
+            try:
+                with (self.folder / "log.jsonl").open("a") as stream:
+                    stream.write(json.dumps(row) + "\n")
+            except OSError as error:
+                why = f"the log cannot be written: {error.strerror}"
+                raise LnrewriteError(
+                    "LN025", str(self.folder), why, "free some room, then go on with --resume"
+                ) from error
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the log, of steps that ran again after a stop the last line each."""
+        path = self.folder / "log.jsonl"
+        lines = (
+            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        )
+        return list({(row["phase"], row["step"]): row for row in lines}.values())
+
+    def end(self) -> None:
+        """Drop the checkpoints of a run that is over; log and picture stay."""
+        if self.world.first:
+            (self.folder / "run.json").unlink(missing_ok=True)
+            for path in self.folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _checkpoints(self, phase: str) -> list[tuple[int, Path]]:
+        found = [p for p in self.folder.glob(f"{phase}-*") if p.name.rpartition("-")[2].isdigit()]
+        return sorted((int(p.name.rpartition("-")[2]), p) for p in found)
+
+    def _make(self) -> None:
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise LnrewriteError(
+                "LN025", str(self.folder), str(error.strerror), "choose another place (--run)"
+            ) from error
+
+    def _write(self, path: Path, text: str) -> None:
+        write_whole(path, lambda temporary: (Path(temporary).write_text(text), None)[1])

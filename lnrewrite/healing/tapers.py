@@ -1,0 +1,211 @@
+"""Take norms in and out by degrees: a network that starts as the teacher exactly and ends as its conversion exactly.
+
+A norm divides each token by a size of its own, s; a network without it has one constant rho in that place. A taper is
+the norm in between, with a power t of the token's size (a norm: t = 1; a constant scale: t = 0)::
+
+    T_t(x) = gamma / rho * (x - t mean(x)) * (s(x) / rho)^(-t) + beta
+
+Norms that come go from t = 0 to t = 1, norms that go from 1 to 0. Moves to and from the trunk taper the *skip* alone:
+in x' = x + F(N x) the skip becomes T_t(x), which ends as N(x), so that x' = N(x) + F(N x) is Post-LN; read backwards
+that is post to pre. Both ends are identities, eps included, so nothing is left of the schedule when it is over: `folding.py` carries the ends out.
+
+Source: the identities B.9 in `place`; for the schedule FakeLN (arXiv 2409.13710, 2507.02559), TaperNorm (2602.10408).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..diagnostics import LnrewriteError
+from ..fitting import careful_eps, spread, usual
+from ..pipeline import Batch, Pipeline, Samples
+from ..plan import Edit, Operation, Proposal, SetNorm, Vectors
+from ..program import Program
+from ..selecting import select
+from ..stream import Block, Kind, Norm, Site, Stream, Where, sums
+from ..trunk import switches
+
+
+@dataclass(frozen=True)
+class Taper:
+    """Place one taper: it stands for the norm behind `source` wherever that is read or, with `skip`, on a sum's skip.
+
+    `site` names the site whose norm comes or goes, `norm` what it computes (no gain on a bare skip), `rho` is the
+    typical size of a token there, and `stage` says in which part of the schedule it moves.
+    """
+
+    site: str
+    source: str
+    value: str
+    norm: Norm
+    rho: float
+    going: bool
+    skip: tuple[str, ...] = ()
+    bare: bool = False
+    stage: int = 0
+
+
+@dataclass
+class Tapering:
+    """Plan one progressive conversion of `teacher`; `wanted` maps blocks to the sites that shall hold a norm.
+
+    `program` is the teacher with the norms that come already in their places (as norms, t = 1), `tapers` are all that
+    moves; `folding.fold` ends it. `final` takes the final norms away too. Raises LnrewriteError LN602 where a move has
+    no exact start.
+    """
+
+    teacher: Program
+    wanted: Mapping[str, frozenset[Where]]
+    batches: Sequence[Batch]
+    style: tuple[Kind, float, bool]
+    stages: Sequence[str] = ()
+    final: bool = False
+
+    @cached_property
+    def samples(self) -> Mapping[str, Samples]:
+        return self.teacher.samples(self.batches)
+
+    def moves(self, block: Block, where: Where, coming: bool) -> bool:
+        """Say whether a block of the teacher gets (or loses) its norm at `where`."""
+        held, wanted = switches(block), self.wanted.get(block.name, frozenset(switches(block)))
+        return where in (wanted - held if coming else held - wanted)
+
+    def onto(self, stream: Stream) -> bool:
+        """Say whether the norms of a stream move onto its trunk."""
+        return any(self.moves(b, Where.POST, True) for b in stream.blocks)
+
+    def off(self, stream: Stream) -> bool:
+        """Say whether the norms of a stream move off its trunk."""
+        return any(self.moves(b, Where.POST, False) for b in stream.blocks)
+
+    @cached_property
+    def program(self) -> Program:
+        """Return a copy of the teacher with the norms that come put in, and with `final` a head of its own."""
+        base = Pipeline.parse("untie").run(self.teacher).program if self.final else self.teacher
+        found = []
+        for stream in base.network.streams:
+            self.check(stream)
+            vectors = Vectors()
+            edits = [e for b in stream.blocks if (e := self.coming(stream, b, vectors)).operations]
+            found += [(stream, Proposal(tuple(edits), vectors=vectors))] if edits else []
+        return base.apply(found, "heal")[0]
+
+    def check(self, stream: Stream) -> None:
+        """Raise LnrewriteError LN602 for a move between branch and trunk that is not of the whole stream."""
+        blocks = stream.blocks
+        if self.onto(stream) and not (stream.final and all(self.moves(b, Where.POST, True) for b in blocks)):
+            _refuse(stream, "norms go onto the trunk of all blocks at once, before a final norm")
+        if self.onto(stream) and any(switches(b) != {Where.IN} for b in blocks):
+            _refuse(stream, "norms go onto the trunk from pre alone")
+        if self.off(stream):
+            held = all(switches(b) <= {Where.POST} for b in blocks) and all(g[-1].at(Where.POST) for g in sums(stream))
+            if not held or not stream.embedding or any(Where.IN not in self.wanted.get(b.name, ()) for b in blocks):
+                why = "norms go off the trunk from post to pre or peri alone, all blocks at once, behind an embedding norm"
+                _refuse(stream, why)
+
+    def coming(self, stream: Stream, block: Block, vectors: Vectors) -> Edit:
+        """Return the norms that a block gets inside its branch, with the gain that undoes their constant."""
+        kind, eps, beta = self.style
+        first = block in sums(stream)[0]
+        operations: list[Operation] = []
+        for where in (Where.IN, Where.OUT):
+            if self.moves(block, where, True) and not (where is Where.IN and self.off(stream) and not first):
+                seen = self.samples[block.name]
+                values = seen.state if where is Where.IN else seen.branch
+                gain = vectors.add(np.full(stream.width, _typical(kind, values)))
+                shift = vectors.add(np.zeros(stream.width)) if beta else None
+                operations.append(SetNorm(where, Norm(kind, careful_eps(eps, values)), gain, shift))
+        return Edit(block.name, tuple(operations))
+
+    @cached_property
+    def tapers(self) -> tuple[Taper, ...]:
+        """Return every taper, in the order in which tokens meet them."""
+        old = {b.name: b for b in self.teacher.network.blocks}
+        found: list[Taper] = []
+        for stream in self.program.network.streams:
+            groups = sums(stream)
+            for index, group in enumerate(groups):
+                for block in group:
+                    found += self.inside(stream, old[block.name], block)
+                if index and (self.onto(stream) or self.off(stream)):
+                    found.append(self.on_skip(stream, groups[index - 1][-1], group))
+                elif not index and self.onto(stream) and not stream.embedding:
+                    found.append(self.on_skip(stream, None, group))
+            if self.final and stream.final:
+                total = self.samples[stream.blocks[-1].name].total
+                found.append(_taper(f"{stream.name}.final", stream.final, total, going=True))
+        unique = {(t.value, t.skip): t for t in reversed(found)}
+        return tuple(replace(t, stage=self.stage(t)) for t in reversed(unique.values()))
+
+    def inside(self, stream: Stream, was: Block, block: Block) -> Iterator[Taper]:
+        """Yield the tapers of a block's own norms, in and out."""
+        seen = self.samples[block.name]
+        trunk = self.onto(stream) or self.off(stream)
+        for where, values in ((Where.IN, seen.state), (Where.OUT, seen.written)):
+            site = block.at(where)
+            going, coming = self.moves(was, where, False), self.moves(was, where, True)
+            embedded = stream.embedding is not None and block in sums(stream)[0]
+            if site and (going or coming) and not (where is Where.IN and trunk and not embedded):
+                yield _taper(f"{block.name}.{where}", site, values, going)
+
+    def on_skip(self, stream: Stream, before: Block | None, group: list[Block]) -> Taper:
+        """Return the taper on the skip of one sum: the norm that its blocks read, or the trunk's norm before it."""
+        block = group[0]
+        adds = tuple(b.anchor.add for b in group) + (block.anchor.total,)
+        if self.onto(stream):
+            site = block.at(Where.IN)
+            assert site is not None
+            bare = replace(site.norm, gamma=None, beta=None, plus_one=False)
+            rho = _typical(bare.kind, self.samples[block.name].state)
+            name = f"{before.name}.post" if before else f"{stream.name}.embedding"
+            return Taper(name, site.origin[0], block.anchor.skip, bare, rho, False, adds, bare=True)
+        assert before is not None
+        site = before.at(Where.POST)
+        assert site is not None
+        found = _taper(f"{before.name}.post", site, self.samples[before.name].total, going=True)
+        return replace(found, skip=adds)
+
+    def stage(self, taper: Taper) -> int:
+        """Return in which stage a taper moves: the first whose expression selects its block; the rest come last."""
+        block, _, where = taper.site.rpartition(".")
+        for index, expression in enumerate(self.stages):
+            if expression == where or (expression != "final" and block in select(self.teacher.network, expression)):
+                return index
+        return len(self.stages) if self.stages else 0
+
+
+def style_of(student: Program) -> tuple[Kind, float, bool]:
+    """Return kind, eps and whether there is a bias, as most norms at the edges of the student's blocks have them."""
+    norms = [x.norm for b in student.network.blocks for x in b.sites if x.where in (Where.IN, Where.OUT, Where.POST)]
+    found = Counter((n.kind, n.eps) for n in norms if n.kind in (Kind.LAYER, Kind.RMS))
+    if not found:
+        return Kind.RMS, 1e-6, False
+    kind = Counter(n.kind for n in norms if n.kind in (Kind.LAYER, Kind.RMS)).most_common(1)[0][0]
+    eps = next(eps for (other, eps), _ in found.most_common() if other is kind)
+    return kind, eps or 1e-6, any(n.beta for n in norms if n.kind is kind)
+
+
+def _taper(name: str, site: Site, values: Any, going: bool) -> Taper:
+    """Return the taper that stands for a norm wherever it is read."""
+    norm = site.norm
+    if norm.kind not in (Kind.LAYER, Kind.RMS) or norm.computed or norm.over or norm.factor != 1.0 or site.modulated:
+        remedy = "heal without --progressive, or leave the block out of the conversion"
+        raise LnrewriteError("LN602", name, "its norm is not a plain layer or rms norm", remedy)
+    return Taper(name, site.origin[0], site.origin[-1], norm, _typical(norm.kind, values), going)
+
+
+def _typical(kind: Kind, values: Any) -> float:
+    """Return the typical size of a token: the geometric mean over rows [tokens, width], outliers left out."""
+    sizes = spread(kind, values)[usual(values) > 0]
+    sizes = sizes[sizes > 0]
+    return float(np.exp(np.log(sizes).mean())) if len(sizes) else 1.0
+
+
+def _refuse(stream: Stream, why: str) -> None:
+    raise LnrewriteError("LN602", stream.name, why, "heal without --progressive")

@@ -1,0 +1,220 @@
+"""Train a view: one phase of a healing run, the same whether it ran through or was stopped and went on."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..calibration import flat_inputs
+from ..diagnostics import LnrewriteError
+from ..program import Program
+from .feed import LABELS, Feed, Rows
+from .losses import Mix, Objective
+from .recipe import Recipe
+from .snapshots import Snapshots
+from .tapers import Taper
+from .view import Seen, View
+from .world import World
+
+SAY = 0.5
+"""Seconds between two lines of progress."""
+
+
+class Stopped(LnrewriteError):
+    """Report a Ctrl-C in training: what was done is kept."""
+
+    exit_code = 130
+
+    def __init__(self, phase: str, step: int) -> None:
+        super().__init__(
+            "interrupted", "Ctrl-C", f"{phase} was stopped and saved at step {step}", "go on with --resume"
+        )
+
+
+@dataclass
+class Side:
+    """Hold one network in a run: its program, the view of it, and the order of its flat inputs."""
+
+    program: Program
+    view: View
+
+    def run(self, batch: Rows) -> Seen:
+        """Run the view on a batch."""
+        found: Seen = self.view(*flat_inputs(self.program.module(), {n: t for n, t in batch.items() if n != LABELS}))
+        return found
+
+
+@dataclass
+class Phase:
+    """Train `student` for so many steps on a mix of losses; `tapers` are what moves in it."""
+
+    name: str
+    steps: int
+    student: Side
+    teacher: Side | None
+    objective: Objective
+    mix: Mix
+    recipe: Recipe
+    trained: frozenset[str]
+    tapers: Sequence[Taper] = ()
+
+    def run(self, feed: Feed, snapshots: Snapshots, world: World, say: Callable[[str], None]) -> None:
+        """Train from the last checkpoint, or from the start, to the end.
+
+        Raises LnrewriteError LN604 where a loss or gradient is NaN or infinite, Stopped on Ctrl-C.
+        """
+        view, recipe = self.student.view, self.recipe
+        view.recompute = recipe.recompute
+        optimizer = self.optimizer()
+        step = start = snapshots.load(self.name, view, optimizer)
+        clock = _Clock(self.steps - start)
+        with _until_stopped() as stopped:
+            while step < self.steps:
+                self.taper(step)
+                row = self.step(step, optimizer, feed, world)
+                step += 1
+                speed = clock.tick(self.tokens)
+                snapshots.log({"phase": self.name, "step": step, **row, "tokens": self.tokens, **speed})
+                if clock.due():
+                    say(f"{self.name} {step}/{self.steps}  loss {row['loss']:.4f}  {_spell(**speed)}")
+                halted = world.any(stopped())
+                if halted or step % recipe.every == 0 or step == self.steps:
+                    snapshots.save(self.name, step, view, optimizer)
+                if halted and step < self.steps:
+                    raise Stopped(self.name, step)
+        self.taper(self.steps)
+
+    def optimizer(self) -> torch.optim.AdamW:
+        """Return AdamW over what is trained: matrices decay, gains and biases do not."""
+        view = self.student.view
+        named = list(view.named_parameters())
+        for name, parameter in named:
+            parameter.requires_grad_(view.origin(name) in self.trained)
+        chosen = [p for _, p in named if p.requires_grad]
+        groups = [
+            {"params": [p for p in chosen if p.dim() >= 2], "weight_decay": self.recipe.decay},
+            {"params": [p for p in chosen if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.recipe.lr, betas=(0.9, 0.95))
+
+    def taper(self, step: int) -> None:
+        """Set every taper's power for a step: stage by stage, linear, over within `ramp` of the steps."""
+        stages = max((t.stage for t in self.tapers), default=0) + 1
+        done = (step + 1) / max(1.0, self.recipe.ramp * self.steps) * stages
+        for index, taper in enumerate(self.tapers):
+            share = min(1.0, max(0.0, done - taper.stage))
+            self.student.view.powers[index] = 1 - share if taper.going else share
+
+    def step(self, step: int, optimizer: torch.optim.Optimizer, feed: Feed, world: World) -> dict[str, float]:
+        """Take one optimizer step and return its losses."""
+        recipe = self.recipe
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.rate(step, self.steps)
+        torch.manual_seed(recipe.seed * 2**32 + step * world.size + world.rank)
+        sums: dict[str, Tensor] = {}
+        self.tokens = 0
+        for micro in range(recipe.accumulate):
+            batch = feed.batch(step * recipe.accumulate + micro)
+            self.tokens += max(t[..., 0].numel() if t.is_floating_point() else t.numel() for t in batch.values())
+            batch = world.share(batch)
+            terms = self.terms(batch)
+            total = torch.stack([getattr(self.mix, name) * value for name, value in terms.items()]).sum()
+            loss = world.mean(total.detach())
+            if not torch.isfinite(loss):
+                self.fail(step, batch, "the loss")
+            (total / recipe.accumulate).backward()
+            for name, value in {"loss": total, **terms}.items():
+                sums[name] = sums.get(name, torch.zeros(())) + world.mean(value.detach()).cpu() / recipe.accumulate
+        norm = nn.utils.clip_grad_norm_(self.student.view.parameters(), recipe.clip)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not torch.isfinite(norm):
+            self.fail(step, batch, "the gradient")
+        optimizer.step()
+        optimizer.zero_grad()
+        return {name: float(value) for name, value in sums.items()} | {"lr": recipe.rate(step, self.steps)}
+
+    def terms(self, batch: Rows) -> dict[str, Tensor]:
+        """Return the terms of the loss on one batch."""
+        device = next(iter(batch.values())).device.type
+        with torch.autocast(device, torch.bfloat16) if self.recipe.bf16 else nullcontext():
+            seen = None
+            if self.teacher and (self.mix.kl or self.mix.hidden):
+                with torch.no_grad():
+                    seen = self.teacher.run(batch)
+            mine = self.student.run(batch)
+        return self.objective.terms(self.mix, batch, mine, seen)
+
+    def fail(self, step: int, batch: Rows, what: str) -> None:
+        """Raise LN604 with the first block whose state is not finite, or the first parameter whose gradient is not."""
+        with torch.no_grad():
+            states: Mapping[str, Tensor] = self.student.run(batch).states
+        bad = next((n for n, s in states.items() if not torch.isfinite(s).all()), None)
+        if bad is None:
+            named = self.student.view.named_parameters()
+            bad = next(
+                (
+                    self.student.view.origin(n)
+                    for n, p in named
+                    if p.grad is not None and not torch.isfinite(p.grad).all()
+                ),
+                "the outputs",
+            )
+        why = f"{what} is NaN or infinite, first in {bad}; the last checkpoint is kept"
+        raise LnrewriteError(
+            "LN604", f"{self.name} step {step + 1}", why, "lower --lr, check the data, or leave out --bf16"
+        )
+
+
+class _Clock:
+    """Measure how fast a phase goes."""
+
+    def __init__(self, steps: int) -> None:
+        self.started = self.said = time.perf_counter()
+        self.left, self.tokens, self.done = steps, 0, 0
+
+    def tick(self, tokens: int) -> dict[str, float]:
+        self.tokens += tokens
+        self.done += 1
+        seconds = time.perf_counter() - self.started
+        rest = seconds / self.done * (self.left - self.done)
+        return {"tokens_per_second": round(self.tokens / seconds, 1), "seconds_left": round(rest, 1)}
+
+    def due(self) -> bool:
+        now = time.perf_counter()
+        if now - self.said < SAY and self.done < self.left:
+            return False
+        self.said = now
+        return True
+
+
+def _spell(tokens_per_second: float, seconds_left: float) -> str:
+    minutes, rest = divmod(round(seconds_left), 60)
+    return f"{tokens_per_second:,.0f} tokens/s  {minutes}:{rest:02d} left"
+
+
+@contextmanager
+def _until_stopped() -> Iterator[Callable[[], bool]]:
+    """Let Ctrl-C end a step before it ends the run; a second one ends the run at once."""
+    flag = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag.is_set
+        return
+    before: Any = signal.getsignal(signal.SIGINT)
+
+    def asked(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        flag.set()
+
+    signal.signal(signal.SIGINT, asked)
+    try:
+        yield flag.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

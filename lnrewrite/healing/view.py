@@ -1,0 +1,238 @@
+"""See a captured model as a training loop needs it: parts, one for each sum, with every state of the stream at hand.
+
+A view shares its parameters with the captured module and is cut behind each sum of a residual stream, so that a part
+is what people shard (`fully_shard`) and recompute (activation checkpointing), whatever the model is called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from ..backends.captured import CapturedModule, stored
+from ..program import Program
+from ..stream import Kind, sums
+from .tapers import Taper
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Hold one run: the model's outputs as its tree, the state behind each sum, and how far tapered sizes spread.
+
+    `states` maps a block's name to [..., width]; `spread` is the mean over tapers of E[log(s / rho)^2], or None.
+    """
+
+    outputs: Any
+    states: Mapping[str, Tensor]
+    spread: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Say what one part reads, what it makes, and what nothing reads after it."""
+
+    reads: tuple[fx.Node, ...]
+    makes: tuple[fx.Node, ...]
+    drops: tuple[fx.Node, ...]
+
+
+class View(nn.Module):
+    """Run a captured module part by part; tapers stand where they belong, their powers in the buffer `powers`.
+
+    `detached` cuts the gradient between parts, so that each learns from its own state alone; `recompute` keeps no
+    activations inside a part. Both may be set at any time.
+    """
+
+    powers: Tensor
+
+    def __init__(self, program: Program, tapers: Sequence[Taper] = ()) -> None:
+        super().__init__()
+        module, network = program.module(), program.network
+        self.detached = self.recompute = False
+        self.register_buffer("powers", torch.tensor([float(t.going) for t in tapers]))
+        self._spec = module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        self._result = graph.graph_copy(module.graph, copies)
+        named = {old.name: new for old, new in copies.items()}
+        self._sums = {g[-1].name: named[g[-1].anchor.total] for s in network.streams for g in sums(s)}
+        stand = {n: named[root] for n, root in program.graph.alias.items() if n in named and root in named}
+        copies_of = {named[n]: root for n, root in stand.items()}
+        self._spreads = [_insert(graph, named, copies_of, taper, i) for i, taper in enumerate(tapers)]
+        self._inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        self._held: dict[str, str] = {}
+        self._parts, bodies = _cut(self, module, graph, set(self._sums.values()))
+        self.parts = nn.ModuleList(Part(body) for body in bodies)
+
+    def forward(self, *inputs: Any) -> Seen:
+        """Run on the flat inputs of the captured graph."""
+        values: dict[fx.Node, Any] = dict(zip(self._inputs, inputs, strict=True))
+        ends = {node: name for name, node in self._sums.items()}
+        states: dict[str, Tensor] = {}
+        for part, module in zip(self._parts, self.parts, strict=True):
+            given = [self._shared(n) if n.op == "get_attr" else values[n] for n in part.reads]
+            kept = self.recompute and torch.is_grad_enabled()
+            made = checkpoint(module, *given, use_reentrant=False) if kept else module(*given)
+            values.update(zip(part.makes, made, strict=True))
+            for node in part.makes:
+                if node in ends:
+                    states[ends[node]] = values[node]
+                    if self.detached:
+                        values[node] = values[node].detach()
+            for node in part.drops:
+                del values[node]
+        found = [values[n] for n in self._spreads]
+        flat = fx.node.map_arg(self._result, lambda n: values[n])
+        outputs: Any = flat
+        if self._spec is not None:
+            outputs = pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[arg-type]
+        return Seen(outputs, states, torch.stack(found).mean() if found else None)
+
+    def origin(self, name: str) -> str:
+        """Return the name that the captured module has for one of the view's parameters."""
+        return self._held.get(name) or name.split(".body.", 1)[1]
+
+    def _shared(self, node: fx.Node) -> Tensor:
+        found = stored(self, _safe(node.target))
+        assert found is not None
+        return found
+
+
+class Part(nn.Module):
+    """Hold the graph between two sums; a module of a plain class, which sharding can put its own in place of."""
+
+    def __init__(self, body: fx.GraphModule) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *given: Any) -> Any:
+        return self.body(*given)
+
+
+def _cut(
+    view: View, module: CapturedModule, graph: fx.Graph, ends: set[fx.Node]
+) -> tuple[list[_Part], list[fx.GraphModule]]:
+    """Cut a graph behind each of `ends`; what several parts read of the parameters is registered on the view."""
+    parts: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        if node.op == "call_function":
+            parts[-1].append(node)
+            if node in ends:
+                parts.append([])
+    parts = [p for p in parts if p]
+    place = {node: index for index, part in enumerate(parts) for node in part}
+    readers = {n: {place[u] for u in n.users if u in place} for n in graph.nodes}
+    tensors: dict[int, set[int]] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        tensors.setdefault(id(_tensor(view, module, node)), set()).update(readers[node])
+    alone = {n for n in graph.find_nodes(op="get_attr") if len(tensors[id(_tensor(view, module, n))]) == 1}
+    for node in graph.find_nodes(op="get_attr"):
+        if node not in alone and str(node.target) != "powers":
+            _register(view, str(node.target), _tensor(view, module, node))
+    last = {n: max(r, default=-1) for n, r in readers.items()}
+    wanted = set(view._sums.values()) | set(view._spreads)
+    fx.node.map_arg(view._result, lambda n: wanted.add(n))
+    found, modules = [], []
+    for index, part in enumerate(parts):
+        inside = set(part)
+        reads = list(dict.fromkeys(n for node in part for n in node.all_input_nodes if n not in inside | alone))
+        makes = [n for n in part if last[n] > index or n in wanted]
+        drops = [n for n in (*reads, *makes) if last[n] <= index and n not in wanted and n.op != "get_attr"]
+        found.append(_Part(tuple(reads), tuple(makes), tuple(dict.fromkeys(drops))))
+        modules.append(_module(view, module, part, reads, makes))
+    return found, modules
+
+
+def _module(
+    view: View, module: CapturedModule, part: Iterable[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """Return one part as a module of its own, parameters shared."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {n: graph.placeholder(n.name) for n in reads}
+    held: dict[str, Tensor] = {}
+    for node in part:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in copies:
+                held[str(source.target)] = _tensor(view, module, source)
+                copies[source] = graph.get_attr(str(source.target))
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[n] for n in makes))
+    return fx.GraphModule(held, graph)
+
+
+def _insert(
+    graph: fx.Graph, named: Mapping[str, fx.Node], copies: Mapping[fx.Node, fx.Node], taper: Taper, index: int
+) -> fx.Node:
+    """Put one taper where it belongs and return the node that tells how far its sizes spread.
+
+    `copies` maps values that only repeat another (a dropout of eval mode) to that one.
+    """
+    source, value, norm = named[taper.source], named[taper.value], taper.norm
+    if taper.skip:
+        adds = dict.fromkeys(named[add] for add in taper.skip)
+        old = [(add, n) for add in adds for n in add.all_input_nodes if copies.get(n, n) is value]
+    else:
+        old = [(user, value) for user in value.users]
+    last = max((source, value), key=list(graph.nodes).index)
+    with graph.inserting_after(last):
+        affine = [None if n is None else graph.get_attr(n) for n in (norm.gamma, norm.beta)]
+        powers = graph.get_attr("powers")
+    with graph.inserting_after(powers):
+        how = (norm.kind is Kind.LAYER, norm.eps, norm.plus_one, taper.rho, taper.bare)
+        both = graph.call_function(tapered, (source, powers, index, *affine, *how))
+    with graph.inserting_after(both):
+        new, spread = (graph.call_function(_item, (both, i)) for i in (1, 0))
+    for user, read in old:
+        user.replace_input_with(read, new)
+    return spread
+
+
+def _item(pair: tuple[Any, ...], index: int) -> Any:
+    return pair[index]
+
+
+def tapered(
+    x: Tensor, powers: Tensor, index: int, gamma: Tensor | None, beta: Tensor | None,
+    centred: bool, eps: float, plus_one: bool, rho: float, bare: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return E[log(s / rho)^2] and T_t(x), t = powers[index]; computed in float32 at least, returned as x is."""
+    high = x.to(torch.promote_types(x.dtype, torch.float32))
+    t = powers[index].to(high.dtype)
+    mean = high.mean(-1, keepdim=True) if centred else torch.zeros((), dtype=high.dtype, device=high.device)
+    log = 0.5 * ((high - mean).square().mean(-1, keepdim=True) + eps).log() - math.log(rho)
+    y = (high - t * mean) * torch.exp(-t * log)
+    if not bare:
+        y = y / rho
+    if gamma is not None:
+        y = y * (gamma.to(high.dtype) + plus_one)
+    if beta is not None:
+        y = y + beta.to(high.dtype)
+    return log.square().mean(), y.to(x.dtype)
+
+
+def _tensor(view: View, module: CapturedModule, node: fx.Node) -> Tensor:
+    found = view.powers if str(node.target) == "powers" else stored(module, str(node.target))
+    assert isinstance(found, Tensor), node.target
+    return found
+
+
+def _safe(name: Any) -> str:
+    return str(name).replace(".", "__")
+
+
+def _register(view: View, origin: str, tensor: Tensor) -> None:
+    name = _safe(origin)
+    if name in view._parameters or name in view._buffers:
+        return
+    if isinstance(tensor, nn.Parameter):
+        view.register_parameter(name, tensor)
+        view._held[name] = origin
+    else:
+        view.register_buffer(name, tensor)

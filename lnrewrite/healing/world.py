@@ -1,0 +1,86 @@
+"""One process or many: who am I, what do the others say, and a view sharded over all of them (torchrun, FSDP2)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from ..backends.captured import CapturedModule, stored
+from .view import View
+
+
+@dataclass(frozen=True)
+class World:
+    """Say which of how many processes this is, and on which device it works."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, device: str) -> World:
+        """Join the processes that torchrun started (WORLD_SIZE, RANK, LOCAL_RANK), or be the only one."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls(0, 1, torch.device(device))
+        place = torch.device(device)
+        if place.type == "cuda":
+            place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(place)
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        return cls(dist.get_rank(), size, place)
+
+    @property
+    def first(self) -> bool:
+        """Say whether this process speaks and writes for all."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Return when all processes are here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a number over all processes."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+            value /= self.size
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Say whether the flag is up in any process."""
+        return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def share(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this process's rows of a batch, on its device."""
+        return {n: t[self.rank :: self.size].to(self.device) for n, t in batch.items()}
+
+    def shard(self, view: View, module: CapturedModule) -> None:
+        """Shard a view part by part, and free the whole tensors that it came from."""
+        view.to(self.device)
+        if self.size == 1:
+            return
+        for part in view.parts:
+            fully_shard(part)
+        fully_shard(view)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+    def gather(self, view: View, module: CapturedModule) -> None:
+        """Give a captured module the values that its view was trained to, whole in every process."""
+        if self.size == 1:
+            return
+        with torch.no_grad():
+            for name, parameter in view.named_parameters():
+                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                held = stored(module, view.origin(name))
+                assert isinstance(held, nn.Parameter)
+                held.data = whole.detach().clone()

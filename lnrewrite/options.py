@@ -1,0 +1,114 @@
+"""What commands share: options, opening a MODEL, and looking at DATA and OUT before anything runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .diagnostics import LnrewriteError, UsageError
+
+if TYPE_CHECKING:
+    from .onnx_program import OnnxProgram
+    from .pipeline import Batch
+    from .program import Program
+
+OUT = "What to write: .pt2, .onnx, or of a checkpoint folder a folder."
+
+
+def options(*, model: bool = False, writes: bool = False) -> Callable[[Any], Any]:
+    """Add the options that commands share."""
+
+    def add(function: Any) -> Any:
+        options = [
+            click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else."),
+            click.option("-q", "--quiet", is_flag=True, help="No report, no progress; inspect, verify: one word."),
+            click.option("-v", "--verbose", is_flag=True, help="Print more, and the traceback of a fault."),
+        ]
+        if model:
+            options += [
+                click.option(
+                    "--input", "inputs", multiple=True, metavar="SPEC", help="name=dtype[d0,d1], or .npz/.pt."
+                ),
+                click.option(
+                    "--factory", metavar="PKG.MODULE:CALLABLE", help="Builds the network that a weight file needs."
+                ),
+                click.option("--trust-pickle", is_flag=True, help="Allow a file to run code while it is loaded."),
+                click.option("--trust-remote-code", is_flag=True, help="Allow a checkpoint folder's own Python code."),
+                click.option("--device", default="cpu", show_default=True, help="Where to run the model."),
+                click.option(
+                    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of everything random."
+                ),
+            ]
+        if writes:
+            options += [
+                click.option(
+                    "--calibrate", metavar="DATA", help=".npz .npy .pt .safetensors .txt or pkg.module:iterable."
+                ),
+                click.option("--partial", is_flag=True, help="Write what could be done; exit with 3 if not all."),
+                click.option("--force", is_flag=True, help="Overwrite OUT."),
+            ]
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+def opened(model: str, inputs: tuple[str, ...], device: str, **how: Any) -> Program | OnnxProgram:
+    """Open and capture MODEL; what it is and whether the device exists is looked at first."""
+    from .forms import identify
+
+    identify(model)
+    check_device(device)
+    from .program import load
+
+    return load(model, inputs=list(inputs) or None, device=device, **how)
+
+
+def check_device(device: str) -> None:
+    """Raise UsageError LN003 where torch cannot put a tensor on the device."""
+    if device == "cpu":
+        return
+    import torch
+
+    try:
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as why:
+        raise UsageError("LN003", f"device {device!r}", str(why), "give cpu, or a device that torch sees here") from why
+
+
+def target_of(output: str, force: bool, default: str = ".pt2") -> Path:
+    """Return the file to write, `default` where it has no suffix. Raises LN025 where it cannot be written."""
+    from .output import check_output
+
+    suffix = Path(output).suffix
+    if suffix not in ("", ".pt2", ".onnx"):
+        raise UsageError("LN025", output, f"{suffix} is no form of model that is written", "name a .pt2 or .onnx file")
+    target = check_output(output if suffix else f"{output}{default}", force)
+    try:
+        tempfile.TemporaryFile(
+            dir=target.absolute().parent
+        ).close()  # permissions alone do not tell: a full disk, /proc
+    except OSError as why:
+        raise LnrewriteError("LN025", str(target), f"its folder: {why.strerror}", "choose another folder") from why
+    return target
+
+
+def check_data(calibrate: str | None) -> None:
+    """Raise LN022 where DATA is plainly missing: told before the model is captured."""
+    if calibrate is not None and ":" not in calibrate and not Path(calibrate).expanduser().is_file():
+        remedy = "check the path, or name pkg.module:iterable"
+        raise LnrewriteError("LN022", f"data {calibrate!r}", "there is no such file", remedy)
+
+
+def feed_of(calibrate: str | None, seed: int) -> Callable[[Any], list[Batch] | None]:
+    """Return what reads --calibrate for a program."""
+    if calibrate is None:
+        return lambda program: None
+    from .data import calibration_for
+
+    return lambda program: [*calibration_for(program, calibrate, seed)]
