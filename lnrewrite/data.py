@@ -88,7 +88,8 @@ def check_ids(data: str, limits: Mapping[str, int], batch: Batch) -> None:
     """Raise LnrewriteError LN022 where a batch holds an id that the model's table has no row for."""
     for name, rows in limits.items():
         found = batch.get(name)
-        ends = [int(id) for id in found.aminmax()] if found is not None and found.numel() else []
+        values = found.numpy(force=True) if found is not None and found.numel() else None  # torch has no uint16 minimum
+        ends = [] if values is None else [int(values.min()), int(values.max())]
         if wrong := [id for id in ends if not 0 <= id < rows]:
             why = f"{name} holds {wrong[0]} and the model's table has {rows} rows"
             raise bad(data, why, "use the model's own tokenizer")

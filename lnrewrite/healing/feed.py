@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
@@ -42,6 +43,11 @@ ROWS = 256
 """At most so many rows are held out; of an iterable, its first eight batches."""
 
 
+def number(*key: int) -> int:
+    """Return a seed of 32 bits, as many as torch's generator looks at, for a seed and what it is drawn for."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest())
+
+
 class Feed(ABC):
     """Give batches of `rows` rows by number, the same ones for the same seed, and rows that are never trained on."""
 
@@ -68,7 +74,7 @@ class Windows(Feed):
         self.held_out = [self._inputs(part) for part in ends.split(rows)]
 
     def batch(self, index: int) -> Rows:
-        draw = torch.Generator().manual_seed(self.seed * 2**32 + index)
+        draw = torch.Generator().manual_seed(number(self.seed, index))
         starts = torch.randint(len(self.tokens) - self.length + 1, (self.rows,), generator=draw).tolist()
         return self._inputs(torch.stack([self.tokens[s : s + self.length].long() for s in starts]))
 
@@ -95,7 +101,7 @@ class Arrays(Feed):
 
     def batch(self, index: int) -> Rows:
         epoch, place = divmod(index, self.count // self.rows)
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed * 2**32 + epoch))
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(number(self.seed, epoch)))
         chosen = order[place * self.rows : (place + 1) * self.rows]
         return {n: t[chosen] for n, t in self.arrays.items()}
 

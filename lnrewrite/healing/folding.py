@@ -116,8 +116,8 @@ class _Ending:
     def constant(self, norm: Norm, rho: float) -> tuple[Any, Any]:
         """Return scale and shift of a norm with the constant size rho: gamma / rho, beta."""
         gain = 1.0 if norm.gamma is None else self.program.values(norm.gamma).reshape(-1) + norm.plus_one
-        scale = np.ascontiguousarray(np.broadcast_to(gain / rho, (self.stream.width,)))
-        shift = None if norm.beta is None else self.vectors.add(self.program.values(norm.beta).reshape(-1))
+        scale = np.array(np.broadcast_to(gain / rho, (self.stream.width,)))
+        shift = None if norm.beta is None else self.vectors.add(np.array(self.program.values(norm.beta).reshape(-1)))
         return self.vectors.add(scale), shift
 
 

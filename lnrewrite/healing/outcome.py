@@ -72,7 +72,8 @@ class Outcome:
         t = self.trained
         lines = [
             f"placement  {self.placement_before} -> {self.placement_after}",
-            f"trained    {t['parameters']:,} of {t['of']:,} parameters ({t['which']}) on {self.tokens:,} tokens, {self.seconds:.0f} s",
+            f"trained    {t['parameters']:,} of {t['of']:,} parameters ({t['which']})",
+            f"            on {self.tokens:,} tokens, {self.seconds:.0f} s in all",
             f"gap        {self.gap:+.4f} {self.unit}, healed against {against}",
             "",
             f"held-out loss, {self.unit}, {self.targets:,} targets",
@@ -103,6 +104,7 @@ def picture(rows: Sequence[Mapping[str, Any]], title: str) -> str:
     ends = [f'<text x="4" y="{EDGE}">{high:.3f}</text>', f'<text x="4" y="{HIGH - EDGE}">{low:.3f}</text>']
     ends.append(f'<text x="{WIDE - 2 * EDGE}" y="{HIGH - 16}">step {last}</text>')
     body = "".join([*legend, *ends, *lines])
-    frame = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDE}" height="{HIGH}" font-family="sans-serif" font-size="12">'
+    size, font = f'width="{WIDE}" height="{HIGH}"', 'font-family="sans-serif" font-size="12"'
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
     head = f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><h1>{escape(title)}</h1>'
     return f"{head}{frame}{body}</svg>\n"

@@ -1,4 +1,4 @@
-"""Run a healing: check that teacher, student and data belong together, train, and measure everything beside a control."""
+"""Run a healing: check that teacher, student and data belong together, train, and measure all beside a control."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Session:
 
     @cached_property
     def mix(self) -> Mix:
-        """Return the losses that were asked for, or the usual ones. Raises UsageError LN003 for a task without targets."""
+        """Return the losses asked for, or the usual ones. Raises UsageError LN003 for a task without targets."""
         task = self.objective.has_task(self.measured[0])
         usual = "task=0.5,kl=0.5,hidden=1,spread=0.1" if task else "kl=1,hidden=1,spread=0.1"
         mix = Mix.parse(self.recipe.losses or usual)
@@ -81,7 +81,7 @@ class Session:
         if not (self.recipe.progressive or self.recipe.drop_final):
             return None
         wanted = {b.name: frozenset(switches(b)) for b in self.student.network.blocks}
-        batches = [{n: t for n, t in self.feed.batch(i).items() if n != LABELS} for i in range(8)]
+        batches = [inputs_of(self.feed.batch(i), self.world) for i in range(8)]
         found = Tapering(
             self.teacher, wanted, batches, style_of(self.student), self.recipe.stages, self.recipe.drop_final
         )
@@ -101,7 +101,7 @@ class Session:
         names = self.names(working)
         of = sum(p.numel() for p in working.module().parameters())
         count = sum(p.numel() for n, p in working.module().named_parameters() if n in names)
-        share_untrained(working, self.teacher, names)
+        shared = share_untrained(working, self.teacher, names)
         watched = self.teacher.apply([], "heal")[0] if self.world.size > 1 else self.teacher
         teacher = self.side(watched)
         student = self.side(working, tapering)
@@ -112,6 +112,8 @@ class Session:
             student.view.detached = False
         self.phase("global", self.recipe.steps, student, teacher, self.mix, names)
         self.world.gather(student.view, working.module())
+        for parameter in shared:
+            parameter.data = parameter.data.clone()
         healed = fold(tapering, working) if tapering else working
         healed.module().requires_grad_(True)
         losses["healed"] = self.measure(healed)
@@ -167,7 +169,7 @@ class Session:
         self, healed: Program, losses: Mapping[str, Mapping[str, float]], trained: Mapping[str, Any], seconds: float
     ) -> Outcome:
         task = self.objective.has_task(self.measured[0])
-        rows = [{n: t for n, t in batch.items() if n != LABELS} for batch in self.measured]
+        rows = [inputs_of(batch, self.world) for batch in self.measured]
         log = self.snapshots.rows()
         notes = []
         if not task:
@@ -220,8 +222,8 @@ def heal(
     is held out, or `held_out` names other data. length: tokens of a window cut from a text. recipe, or its fields
     as keywords: steps=1000, progressive=True, lr=1e-4, as `Recipe` explains them.
 
-    output: where to write the result (.pt2 or .onnx). run: the folder of checkpoints, log.jsonl and loss.html; None uses a temporary one. resume: go on where that run
-    stopped; the same seed gives the same weights. Under torchrun the work is shared over all processes (FSDP2).
+    output: where to write the result (.pt2 or .onnx). run: the folder of checkpoints, log.jsonl and loss.html; None uses
+    a temporary one. resume: go on where that run stopped; the same seed gives the same weights. Under torchrun the work is shared over all processes (FSDP2).
 
     Raises LnrewriteError: LN022 data, LN601 the student is no conversion of the teacher, LN602 no exact start, LN604
     NaN, LN605 run folder, LN025 no room; UsageError LN003. Sources: local, then global: arXiv 2410.10254; removal by
@@ -229,6 +231,9 @@ def heal(
     """
     plan = replace(recipe or Recipe(), **choices)
     world = World.join(device)
+    if plan.batch // plan.accumulate % world.size:
+        why = f"{plan.batch // plan.accumulate} rows cannot be shared by {world.size} processes"
+        raise UsageError("LN003", f"batch={plan.batch}", why, "give a multiple of processes times accumulate")
     say = progress if progress and world.first else (lambda message: None)
     first, second = (m if isinstance(m, Program) else capture(m, kwargs=kwargs) for m in (teacher, student))
     check_pair(first, second)
@@ -236,6 +241,7 @@ def heal(
         program.module().to(world.device)
     feed = open_feed(data, first, plan.batch // plan.accumulate, length, plan.seed)
     measured = held_out_of(held_out, first, length, plan.seed) if held_out else feed.held_out
+    measured = [{n: t.to(world.device) for n, t in batch.items()} for batch in measured]
     asked = {**asdict(plan), "data": data if isinstance(data, str) else "given", "length": length}
     asked |= {"student": hashlib.sha256(str(second.stream).encode()).hexdigest()[:16], "processes": world.size}
     with contextlib.ExitStack() as stack:
@@ -252,6 +258,11 @@ def heal(
         snapshots.end()
     report = replace(report, run=str(run) if run else None, output=str(output) if output else None)
     return Healed(healed, module, report)
+
+
+def inputs_of(batch: Rows, world: World) -> Rows:
+    """Return a batch's inputs, without labels, on this process's device."""
+    return {n: t.to(world.device) for n, t in batch.items() if n != LABELS}
 
 
 def check_pair(teacher: Program, student: Program) -> None:
@@ -274,12 +285,15 @@ def _unlike(why: str) -> NoReturn:
     raise LnrewriteError("LN601", "the student is no conversion of the teacher", why, remedy)
 
 
-def share_untrained(working: Program, teacher: Program, trained: frozenset[str]) -> None:
-    """Let the student use the teacher's tensors for what is equal in both and stays so."""
+def share_untrained(working: Program, teacher: Program, trained: frozenset[str]) -> list[nn.Parameter]:
+    """Let the student use the teacher's tensors, while it trains, where both are equal; return those parameters."""
+    shared = []
     for name, parameter in working.module().named_parameters():
         theirs = stored(teacher.module(), name)
         if name not in trained and theirs is not None and _equal(parameter, theirs):
             parameter.data = theirs.data
+            shared.append(parameter)
+    return shared
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..calibration import flat_inputs
 from ..diagnostics import LnrewriteError
 from ..program import Program
-from .feed import LABELS, Feed, Rows
+from .feed import LABELS, Feed, Rows, number
 from .losses import Mix, Objective
 from .recipe import Recipe
 from .snapshots import Snapshots
@@ -118,7 +118,7 @@ class Phase:
         recipe = self.recipe
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate(step, self.steps)
-        torch.manual_seed(recipe.seed * 2**32 + step * world.size + world.rank)
+        torch.manual_seed(number(recipe.seed, step, world.rank))
         sums: dict[str, Tensor] = {}
         self.tokens = 0
         for micro in range(recipe.accumulate):

@@ -68,6 +68,8 @@ class View(nn.Module):
         self._spreads = [_insert(graph, named, copies_of, taper, i) for i, taper in enumerate(tapers)]
         self._inputs = [n for n in graph.nodes if n.op == "placeholder"]
         self._held: dict[str, str] = {}
+        first = {id(p): name for name, p in module.named_parameters()}
+        self._named = {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
         self._parts, bodies = _cut(self, module, graph, set(self._sums.values()))
         self.parts = nn.ModuleList(Part(body) for body in bodies)
 
@@ -96,8 +98,8 @@ class View(nn.Module):
         return Seen(outputs, states, torch.stack(found).mean() if found else None)
 
     def origin(self, name: str) -> str:
-        """Return the name that the captured module has for one of the view's parameters."""
-        return self._held.get(name) or name.split(".body.", 1)[1]
+        """Return the name that the captured module has for one of the view's parameters, of tied ones the first."""
+        return self._named[self._held.get(name) or name.split(".body.", 1)[1]]
 
     def _shared(self, node: fx.Node) -> Tensor:
         found = stored(self, _safe(node.target))

@@ -1,0 +1,405 @@
+"""Healing: the command and the call, what is trained, runs that are stopped, sharded or wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lnrewrite as lnr
+import zoo
+from lnrewrite import demo
+from lnrewrite.healing import snapshots
+from lnrewrite.healing.feed import Arrays, Stream, Windows
+from lnrewrite.healing.losses import Mix, Objective
+from lnrewrite.healing.outcome import picture
+from lnrewrite.healing.recipe import Recipe
+from lnrewrite.healing.session import heal
+from lnrewrite.program import Program
+from test_cli import fails, ok
+
+SMALL = {"batch": 4, "length": 32, "steps": 6, "every": 2}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Program, Program]:
+    """Return demo:tinygpt and what calibration makes of it as peri."""
+    data = demo.calibration()
+    teacher = lnr.capture(demo.load("tinygpt"), kwargs=data[0])
+    return teacher, lnr.Pipeline.parse("place{to=peri}").run(teacher, data).program
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "t.txt"
+    path.write_bytes(demo.training_text())
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Program, Program]) -> str:
+    path = tmp_path_factory.mktemp("student") / "peri.pt2"
+    pair[1].save(path)
+    return str(path)
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def changed(before: dict[str, torch.Tensor], module: nn.Module) -> set[str]:
+    return {n for n, p in module.named_parameters() if not torch.equal(before[n], p)}
+
+
+# ---- what a run gives ----
+
+
+def test_a_short_run_comes_nearer_to_the_control_and_leaves_its_models_alone(pair: Any, text: str) -> None:
+    teacher, student = pair
+    before = weights(teacher.module()), weights(student.module())
+    found = lnr.heal(teacher, student, text, steps=30, batch=8, lr=5e-4)
+    losses = found.report.losses
+    assert set(losses) == {"teacher", "converted", "healed", "control"}
+    assert losses["healed"]["mean"] < losses["converted"]["mean"] - 0.01
+    assert all(row["median"] <= row["mean"] <= row["p999"] for row in losses.values())
+    assert found.report.gap == losses["healed"]["mean"] - losses["control"]["mean"]
+    assert (found.report.placement_before, found.report.placement_after) == ("pre", "peri")
+    assert not changed(before[0], teacher.module()) and not changed(before[1], student.module())
+    assert not any("taper" in str(n.target) for n in found.program.module().graph.nodes)
+    assert "healed against control" in str(found.report) and json.dumps(found.report.to_dict())
+
+
+def test_progressive_starts_at_the_teacher_and_ends_without_a_trace(pair: Any, text: str) -> None:
+    teacher, student = pair
+    report = lnr.heal(teacher, student, text, **SMALL, progressive=True, lr=1e-9, control=False).report
+    seen = report.losses
+    assert report.notes and seen["healed"]["mean"] > seen["teacher"]["mean"]  # no weight moved, but the norms did
+    found = lnr.heal(teacher, student, text, **SMALL, progressive=True, stages=("mlp", "attention"))
+    assert found.report.placement_after == "peri" and found.program.inspect()["norms"]["total"] == 25
+    assert {str(n.target) for n in found.program.module().graph.nodes if n.op == "call_function"} == {
+        str(n.target) for n in student.module().graph.nodes if n.op == "call_function"
+    }
+
+
+def test_every_norm_goes_and_the_onnx_file_holds_none(pair: Any, text: str, tmp_path: Path) -> None:
+    import onnx
+
+    teacher, _ = pair
+    none = lnr.Pipeline.parse("place{to=none}").run(teacher, demo.calibration()).program
+    for drop, left in ((False, 1), (True, 0)):
+        found = lnr.heal(teacher, none, text, **SMALL, drop_final=drop, progressive=True, control=False)
+        found.program.export(tmp_path / "none.onnx", target="generic", verify=False)
+        operators = [node.op_type for node in onnx.load(tmp_path / "none.onnx").graph.node]
+        assert sum("Normalization" in op for op in operators) == left
+        assert not {"ReduceMean", "Sqrt", "Reciprocal"} & set(operators)
+
+
+@pytest.mark.parametrize("train", ["norms", "touched", "all"])
+def test_only_what_was_asked_for_is_trained(train: str, pair: Any, text: str) -> None:
+    teacher, student = pair
+    before = weights(student.module())
+    found = lnr.heal(teacher, student, text, **SMALL, train=train, control=False)
+    moved, names = changed(before, found.program.module()), set(before)
+    norms = {n for n in names if "norm" in n}
+    touched = norms | {n for n in names if "proj" in n or "down" in n}
+    assert moved == {"norms": norms, "touched": touched, "all": names}[train]
+    assert found.report.trained["tensors"] == len(moved)
+    held = {p.data_ptr() for p in teacher.module().parameters()}
+    assert not held & {p.data_ptr() for p in found.program.module().parameters()}  # shared only while it trained
+
+
+def test_the_local_phase_trains_what_the_conversion_changed(pair: Any, text: str, tmp_path: Path) -> None:
+    teacher, student = pair
+    how = {**SMALL, "steps": 1, "lr": 1e-3, "warmup": 0, "control": False}
+    lnr.heal(teacher, student, text, **how, local_steps=12, run=tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    local = [row["hidden"] for row in rows if row["phase"] == "local"]
+    assert len(local) == 12 and sum(local[-3:]) < sum(local[:3])
+    assert {"step", "loss", "lr", "tokens", "tokens_per_second", "seconds_left"} <= set(rows[-1])
+    page = (tmp_path / "run" / "loss.html").read_text()
+    assert "<polyline" in page and "local" in page and "global" in page
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["log.jsonl", "loss.html"]
+
+
+def test_gains_and_biases_never_decay(pair: Any) -> None:
+    from lnrewrite.healing.training import Phase, Side
+    from lnrewrite.healing.view import View
+
+    program = pair[1].apply([], "test")[0]
+    side = Side(program, View(program))
+    names = frozenset(n for n, _ in program.module().named_parameters())
+    phase = Phase("global", 1, side, None, Objective("", (), True), Mix(task=1), Recipe(decay=0.1), names)
+    decayed = {id(p) for g in phase.optimizer().param_groups if g["weight_decay"] for p in g["params"]}
+    named = dict(program.module().named_parameters())
+    assert {n for n, p in named.items() if id(p) in decayed} == {n for n, p in named.items() if p.dim() > 1}
+    assert any("norm_out" in n for n, p in named.items() if id(p) not in decayed)
+
+
+def test_a_living_module_is_healed_in_place() -> None:
+    module, inputs = zoo.build("llama")
+    teacher = lnr.convert(module, "peri", kwargs=inputs, live=True)  # any other placement: a pair is a pair
+    batches = [
+        {"input_ids": torch.randint(1, zoo.VOCAB, (4, 8), generator=torch.Generator().manual_seed(i))}
+        for i in range(16)
+    ]
+    before = weights(teacher)
+    found = lnr.heal(module, teacher, batches, kwargs=batches[0], steps=3, batch=4)
+    assert found.module is teacher and changed(before, teacher) == set(before)
+    out = teacher(**batches[1]).logits
+    assert torch.allclose(out, found.program.module()(**batches[1]).logits, atol=1e-5)
+    assert teacher.generate(batches[0]["input_ids"], max_new_tokens=3).shape == (4, 11)
+
+
+def test_an_encoder_without_targets_is_distilled() -> None:
+    module, inputs = zoo.build("bert")
+    teacher = lnr.capture(module, kwargs=inputs)
+    student = lnr.Pipeline.parse("place{to=pre}").run(teacher).program
+    draw = torch.Generator().manual_seed(0)
+    data = [
+        {n: torch.randint(1, zoo.VOCAB, t.shape, generator=draw) if "ids" in n else t for n, t in inputs.items()}
+        for _ in range(12)
+    ]
+    found = lnr.heal(teacher, student, data, steps=4, batch=len(next(iter(inputs.values()))), progressive=True)
+    assert found.report.unit == "relative squared error" and "control" not in found.report.losses
+    assert found.report.losses["teacher"]["mean"] == 0 and "no control" in found.report.notes[0]
+    with pytest.raises(lnr.UsageError, match="LN003"):
+        lnr.heal(teacher, student, data, losses="task=1", steps=2)
+
+
+# ---- runs that are stopped ----
+
+STEPS = 40
+
+
+def command(student: str, text: str, out: Path, *more: str) -> list[str]:
+    how = ["--steps", str(STEPS), "--batch", "4", "--length", "32", "--every", "3", "--no-control", "--force", "-q"]
+    models = [sys.executable, "-m", "lnrewrite.cli", "heal", "demo:tinygpt", student, "--data", text]
+    return [*models, "-o", str(out), *how, *more]
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(student: str, text: str, tmp_path: Path) -> None:
+    """Three kills (one of them Ctrl-C) at random steps; the weights are those of a run that was left alone."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command(student, text, tmp_path / "whole.pt2"), check=True, env=environment)
+    folder, more = tmp_path / "cut.pt2.run", list[str]()
+    at = sorted(random.Random(0).sample(range(4, STEPS - 4), 3))
+    for step, how in zip(at, (signal.SIGKILL, signal.SIGINT, signal.SIGKILL), strict=True):
+        cut = command(student, text, tmp_path / "cut.pt2", *more)
+        process = subprocess.Popen(cut, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=_interruptible)
+        while process.poll() is None and _steps(folder) < step:
+            time.sleep(0.005)
+        process.send_signal(how)
+        said = process.communicate()[1]
+        assert process.returncode == (-signal.SIGKILL if how is signal.SIGKILL else 130), said
+        assert how is signal.SIGKILL or "--resume" in said
+        more = ["--resume"]
+    subprocess.run(command(student, text, tmp_path / "cut.pt2", "--resume"), check=True, env=environment)
+    one, two = (torch.export.load(tmp_path / f"{n}.pt2").state_dict for n in ("whole", "cut"))
+    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+def _interruptible() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _steps(folder: Path) -> int:
+    path = folder / "log.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(pair: Any, text: str, tmp_path: Path, monkeypatch: Any) -> None:
+    whole = lnr.heal(*pair, text, **SMALL, control=False).program.module()
+    writes, real = [], snapshots.save
+
+    def full(state: Any, **how: Any) -> Any:
+        writes.append(how)
+        if len(writes) == 2:
+            raise OSError(28, "No space left on device")
+        return real(state, **how)
+
+    monkeypatch.setattr(snapshots, "save", full)
+    with pytest.raises(lnr.LnrewriteError, match="LN025.*No space left.*--resume"):
+        lnr.heal(*pair, text, **SMALL, control=False, run=tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").glob("global-*")] == ["global-000002"]
+    found = lnr.heal(*pair, text, **SMALL, control=False, run=tmp_path / "run", resume=True)
+    assert not changed(weights(whole), found.program.module())
+
+
+def test_a_loss_that_is_not_finite_stops_at_a_step_and_a_block(pair: Any, text: str, tmp_path: Path) -> None:
+    how = {**SMALL, "steps": 8, "warmup": 0, "lr": 1e12, "every": 1, "control": False}
+    with pytest.raises(lnr.LnrewriteError, match=r"LN604 global step \d+.*blocks\.\d|outputs") as told:
+        lnr.heal(*pair, text, **how, run=tmp_path / "run")
+    step = int(told.value.what.split()[-1])
+    assert [p.name for p in (tmp_path / "run").glob("global-*")] == [f"global-{step - 1:06d}"]
+
+
+def test_a_run_folder_is_not_mixed_up(pair: Any, text: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(snapshots, "save", lambda *a, **k: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(lnr.LnrewriteError, match="LN025"):
+        lnr.heal(*pair, text, **SMALL, run=tmp_path / "run")
+    monkeypatch.undo()
+    with pytest.raises(lnr.LnrewriteError, match="LN605.*did not end"):
+        lnr.heal(*pair, text, **SMALL, run=tmp_path / "run")
+    with pytest.raises(lnr.LnrewriteError, match=r"LN605.*\(lr, steps\)"):
+        lnr.heal(*pair, text, **SMALL | {"steps": 7, "lr": 1e-4}, run=tmp_path / "run", resume=True)
+
+
+# ---- many processes ----
+
+
+def test_two_processes_give_what_one_gives(tmp_path: Path, pair: Any, text: str) -> None:
+    how = {"steps": 3, "batch": 8, "length": 32, "accumulate": 2, "lr": 1e-3, "recompute": True, "progressive": True}
+    alone = lnr.heal(*pair, text, **how).program.module()
+    code = f"import test_healing; test_healing.sharded({text!r}, {str(tmp_path)!r}, {how!r})"
+    both = []
+    for rank in range(2):
+        port = str(29100 + os.getpid() % 400)
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": "2",
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+        }
+        environment = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        both.append(subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, **pipes))
+    said = [process.communicate(timeout=300)[0] for process in both]
+    assert all(process.returncode == 0 for process in both), said
+    theirs = torch.load(tmp_path / "sharded.pt")
+    assert theirs.keys() == weights(alone).keys()
+    for name, ours in weights(alone).items():
+        if not name.endswith("qkv.bias"):  # what a bias of all keys adds cancels: its gradient is rounding alone
+            assert torch.allclose(theirs[name], ours, atol=2e-4), name
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["losses"].keys() == {"teacher", "converted", "healed", "control"}
+
+
+def sharded(text: str, folder: str, how: dict[str, Any]) -> None:
+    """Run in each of several processes: heal, and let the first write what it got."""
+    data = demo.calibration()
+    teacher = lnr.capture(demo.load("tinygpt"), kwargs=data[0])
+    student = lnr.Pipeline.parse("place{to=peri}").run(teacher, data).program
+    found = heal(teacher, student, text, **how, run=Path(folder) / "run")
+    if os.environ["RANK"] == "0":
+        (Path(folder) / "report.json").write_text(json.dumps(found.report.to_dict()))
+        torch.save(weights(found.program.module()), Path(folder) / "sharded.pt")
+
+
+def test_bf16_and_recomputing_train_too(pair: Any, text: str) -> None:
+    plain, low = (lnr.heal(*pair, text, **SMALL, control=False, bf16=b, recompute=b).report for b in (False, True))
+    assert abs(plain.losses["healed"]["mean"] - low.losses["healed"]["mean"]) < 0.02
+
+
+# ---- data ----
+
+
+def test_feeds_repeat_themselves_and_hold_out() -> None:
+    tokens = torch.arange(1000)
+    windows = Windows(tokens, {"ids": tokens}, 4, 8, 0, "d")
+    arrays = Arrays({"ids": torch.arange(100).reshape(50, 2)}, 4, 0, "d")
+    stream = Stream(lambda: ({"ids": torch.tensor([[i]])} for i in range(20)), "d")
+    for feed in (windows, arrays, stream):
+        numbers = [feed.batch(i)["ids"] for i in range(30)]
+        again = [feed.batch(i)["ids"] for i in range(7, 30)]
+        assert all(torch.equal(a, b) for a, b in zip(numbers[7:], again, strict=True))
+        kept = {int(v) for batch in feed.held_out for v in batch["ids"].flatten()}
+        assert kept and kept.isdisjoint(int(v) for batch in numbers for v in batch.flatten())
+    assert not torch.equal(windows.batch(0)["ids"], Windows(tokens, {"ids": tokens}, 4, 8, 1, "d").batch(0)["ids"])
+    epoch = torch.cat([arrays.batch(i)["ids"] for i in range(12)])
+    assert len(set(epoch[:, 0].tolist())) == 48  # every row once before any row twice
+
+
+def labelled() -> list[dict[str, torch.Tensor]]:
+    """Give batches whose targets are the tokens themselves, every other one ignored."""
+    found = []
+    for i in range(20):
+        ids = torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(i))
+        labels = ids.clone()
+        labels[:, ::2] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def test_labels_are_targets(pair: Any) -> None:
+    found = lnr.heal(*pair, labelled(), steps=4, batch=4, losses="task=1")
+    assert found.report.targets == 8 * 4 * 8 and found.report.losses["healed"]["mean"] > 1
+
+
+def test_token_arrays_are_cut_into_windows(pair: Any, tmp_path: Path) -> None:
+    import numpy as np
+
+    np.save(tmp_path / "t.npy", np.frombuffer(demo.training_text(20_000), dtype=np.uint8).astype(np.uint16))
+    found = lnr.heal(*pair, str(tmp_path / "t.npy"), **SMALL, control=False)
+    assert found.report.tokens == 6 * 4 * 32
+
+
+def test_wrong_data_are_told_before_anything_is_trained(pair: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "short.txt").write_bytes(b"too short")
+    torch.save({"input_ids": torch.full((40, 8), 300)}, tmp_path / "ids.pt")
+    torch.save({"input_ids": torch.zeros(40, 1, dtype=torch.int64)}, tmp_path / "one.pt")
+    torch.save({"input_ids": torch.zeros(5, 8, dtype=torch.int64)}, tmp_path / "few.pt")
+    wrong = {
+        "short.txt": "9 tokens",
+        "ids.pt": "holds 300",
+        "one.pt": "one token",
+        "few.pt": "5 samples",
+        "no.txt": "no such",
+    }
+    for name, words in wrong.items():
+        with pytest.raises(lnr.LnrewriteError, match=rf"LN022.*{words}"):
+            lnr.heal(*pair, str(tmp_path / name), steps=2)
+    with pytest.raises(lnr.LnrewriteError, match="LN022"):
+        lnr.heal(*pair, {"input_ids": torch.zeros(4, 8, dtype=torch.int64)}, steps=2)
+    for choice in (
+        {"train": "some"},
+        {"losses": "kl=x"},
+        {"losses": "task=0"},
+        {"losses": "tusk=1"},
+        {"ramp": 0},
+        {"lr": -1},
+    ):
+        with pytest.raises(lnr.UsageError, match="LN003"):
+            lnr.heal(*pair, text, **{"steps": 2, **choice})
+
+
+def test_teacher_and_student_belong_together(pair: Any, text: str) -> None:
+    other = lnr.capture(demo.tinygpt.TinyGPT(layers=2), kwargs=demo.calibration(1)[0])
+    words = lnr.capture(demo.tinygpt.TinyGPT(vocab=300), kwargs=demo.calibration(1)[0])
+    for student, why in ((other, "blocks differ"), (words, "vocabulary is")):
+        with pytest.raises(lnr.LnrewriteError, match=f"LN601.*{why}"):
+            lnr.heal(pair[0], student, text)
+
+
+# ---- the command ----
+
+
+def test_the_command_writes_a_model_and_tells_its_losses(student: str, text: str, tmp_path: Path) -> None:
+    out = tmp_path / "healed.pt2"
+    how = ("--data", text, "-o", out, "--steps", 4, "--batch", 4, "--length", 32)
+    told = json.loads(ok("heal", "demo:tinygpt", student, *how, "--json").stdout)
+    assert told["output"] == str(out) and told["exactness"] == "learned" and told["placement_after"] == "peri"
+    assert set(told["losses"]["healed"]) == {"mean", "median", "p999"}
+    assert json.loads(ok("inspect", out, "--json").stdout)["placement"] == "peri"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["healed.pt2", "healed.pt2.run"]
+    fails("LN025", 1, "heal", "demo:tinygpt", student, *how)  # it is there already
+    fails("LN022", 1, "heal", "demo:tinygpt", student, "--data", "no.txt", "-o", "x.pt2")
+    fails("LN003", 2, "heal", "demo:tinygpt", student, *how, "--force", "--train", "some")
+
+
+def test_the_picture_shows_every_phase() -> None:
+    rows = [{"phase": p, "step": s, "loss": 1 / (s + 1)} for p in ("local", "global", "control") for s in range(5)]
+    page = picture(rows, "a <b>")
+    assert page.count("<polyline") == 3 and "a &lt;b&gt;" in page
+    assert picture([], "nothing")

@@ -1,0 +1,128 @@
+"""Tapers: exactly the teacher where they start, exactly a network of plain norms where they end, in true float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import lnrewrite as lnr
+from lnrewrite import demo
+from lnrewrite.calibration import flat_inputs
+from lnrewrite.healing.folding import fold
+from lnrewrite.healing.tapers import Tapering
+from lnrewrite.healing.view import View
+from lnrewrite.passes.place import WANTED
+from lnrewrite.program import Program
+from lnrewrite.stream import Kind, Placement, Where
+from test_families import captured, float64
+
+START, END = 1e-9, 1e-9
+MOVES = {
+    "gpt2": ("peri", "output", "none", "post"),
+    "gpt_neox": ("peri", "output", "none", "post"),
+    "falcon": ("none", "post"),
+    "llama": ("peri", "output", "none", "post"),
+    "olmo2": ("pre", "peri", "none"),
+    "gemma2": ("pre", "output", "none"),
+    "bert": ("pre", "peri"),
+    "whisper": ("peri", "post"),
+}
+
+
+def shaken(program: Program) -> None:
+    """Move every weight, as training does: what is folded must hold for any values."""
+    draw = torch.Generator().manual_seed(1)
+    for parameter in program.module().parameters():
+        parameter.data += 0.03 * parameter.abs().mean() * torch.randn(parameter.shape, generator=draw).double()
+
+
+def first(outputs: object) -> torch.Tensor:
+    return next(t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.is_floating_point())
+
+
+def ends(
+    teacher: Program, inputs: dict[str, torch.Tensor], to: str, final: bool = False
+) -> tuple[Program, float, float]:
+    """Return the folded network, and how far the view is from the teacher at the start and from it at the end."""
+    norms = [site.norm for s in teacher.network.streams for _, site in s.sites()]
+    style = norms[0].kind, 1e-6, norms[0].kind is Kind.LAYER
+    wanted = {b.name: frozenset(WANTED[Placement(to)]) for b in teacher.network.blocks}
+    with float64():
+        tapering = Tapering(teacher, wanted, [inputs], style, final=final)
+        view = View(tapering.program, tapering.tapers)
+        given = flat_inputs(teacher.module(), inputs)
+        one, two = first(teacher.module()(**inputs)), first(view(*given).outputs)
+        start = ((one - two).norm() / one.norm()).item()
+        shaken(tapering.program)
+        view.powers.copy_(1 - view.powers)
+        folded = fold(tapering, tapering.program)
+        one, two = first(view(*given).outputs), first(folded.module()(**inputs))
+        return folded, start, ((one - two).norm() / one.norm()).item()
+
+
+@pytest.mark.parametrize(("family", "to"), [(f, to) for f, targets in MOVES.items() for to in targets])
+def test_both_ends_are_exact(family: str, to: str) -> None:
+    teacher, inputs = captured(family)
+    folded, start, end = ends(teacher, inputs, to)
+    assert start <= START and end <= END
+    with float64():
+        again = lnr.capture(folded.module(), kwargs=inputs)
+    assert {b.placement for b in again.network.blocks} == {Placement(to)}
+
+
+@pytest.mark.parametrize("to", ["none", "peri"])
+def test_the_final_norm_goes_too_and_the_head_is_untied(to: str) -> None:
+    inputs = demo.calibration(1)[0]
+    with float64():
+        teacher = lnr.capture(demo.load("tinygpt").double(), kwargs=inputs)
+    folded, start, end = ends(teacher, inputs, to, final=True)
+    assert start <= START and end <= END
+    assert folded.inspect()["streams"][0]["final_norm"] is None
+    assert folded.inspect()["norms"]["total"] == (0 if to == "none" else 24)
+
+
+def test_stages_move_one_after_the_other() -> None:
+    inputs = demo.calibration(1)[0]
+    teacher = lnr.capture(demo.load("tinygpt"), kwargs=inputs)
+    wanted = {b.name: frozenset[Where]() for b in teacher.network.blocks}
+    style = (Kind.LAYER, 1e-5, True)
+    tapers = Tapering(teacher, wanted, [inputs], style, ("mlp", "attention", "final"), final=True).tapers
+    stages = {t.site: t.stage for t in tapers}
+    assert {stages[s] for s in stages if ".mlp." in s} == {0} and {stages[s] for s in stages if ".attn." in s} == {1}
+    assert stages["blocks.final"] == 2 and len(stages) == 13
+
+
+@pytest.mark.parametrize(("family", "to"), [("bert", "output"), ("olmo2", "post"), ("bert", "none")])
+def test_what_has_no_exact_start_is_refused(family: str, to: str) -> None:
+    teacher, inputs = captured(family)
+    with pytest.raises(lnr.LnrewriteError, match="LN602"):
+        ends(teacher, inputs, to)
+
+
+def test_a_view_has_the_models_outputs_states_and_gradients() -> None:
+    teacher, inputs = captured("llama")
+    module = teacher.module()
+    for recompute in (False, True):
+        view = View(teacher)
+        view.recompute = recompute
+        seen = view(*flat_inputs(module, inputs))
+        assert set(seen.states) == {b.name for b in teacher.network.blocks}
+        first(seen.outputs).square().sum().backward()
+        ours = {n: p.grad.clone() for n, p in module.named_parameters()}
+        module.zero_grad()
+        whole = first(module(**inputs))
+        assert torch.allclose(first(seen.outputs), whole, atol=1e-12)
+        whole.square().sum().backward()
+        assert all(torch.allclose(ours[n], p.grad, rtol=1e-6, atol=1e-9) for n, p in module.named_parameters())
+        module.zero_grad()
+
+
+def test_detached_parts_learn_from_their_own_state_alone() -> None:
+    teacher, inputs = captured("llama")
+    view = View(teacher)
+    view.detached = True
+    states = list(view(*flat_inputs(teacher.module(), inputs)).states.items())
+    states[1][1].sum().backward()
+    touched = {n.split(".")[2] + n.split(".")[3] for n, p in teacher.module().named_parameters() if p.grad is not None}
+    assert touched == {"0mlp", "0post_attention_layernorm"}
