@@ -63,7 +63,7 @@ def one(job: dict) -> dict:
     """Run one healing and return its held-out losses."""
     torch.set_num_threads(1)
     teacher = teacher_of(job["model"], job["weights"])
-    how = {"steps": job["steps"], "lr": job["lr"], "seed": job["seed"], "control": False, "held_out": job["held_out"]}
+    how = {**job["recipe"], "seed": job["seed"], "control": False, "held_out": job["held_out"]}
     if job["kind"] == "control":
         losses = lnr.heal(teacher, teacher, job["text"], losses="task=1", **how).report.losses
         return {"before": losses["teacher"]["mean"], "after": losses["healed"]["mean"]}
@@ -90,7 +90,7 @@ def norm_free_file(program: Program, job: dict) -> None:
     assert len(norms) == (job["kind"] == "no block norms"), norms
 
 
-def jobs(weights: str | None, seeds: int, steps: int, lr: float, folder: Path) -> list[dict]:
+def jobs(weights: str | None, seeds: int, folder: Path, norm_free: bool, **recipe: float) -> list[dict]:
     """List every run of the table, the long ones first."""
     from train_tinygpt import sources
 
@@ -98,13 +98,13 @@ def jobs(weights: str | None, seeds: int, steps: int, lr: float, folder: Path) -
     (folder / "training.txt").write_bytes(training)
     (folder / "heldout.txt").write_bytes(heldout)
     base = {"text": str(folder / "training.txt"), "held_out": str(folder / "heldout.txt"), "weights": weights}
-    base |= {"steps": steps, "lr": lr}
+    base |= {"recipe": recipe}
     found = []
     for model in ("tinygpt", *(["tinyrope"] if weights else [])):
         for seed in range(seeds):
-            kinds = [*TO, "control", *(NORM_FREE if model == "tinygpt" and not seed else [])]
+            kinds = [*(NORM_FREE if norm_free else TO), "control"]
             found += [base | {"model": model, "kind": k, "start": "calibrated", "seed": seed} for k in kinds]
-            names = list(TO)[:4] if not seed else []
+            names = list(TO)[:4] if not seed and not norm_free else []
             found += [base | {"model": model, "kind": k, "start": "naive", "seed": seed} for k in names]
     return found
 
@@ -132,7 +132,7 @@ def table(rows: list[dict], model: str) -> None:
     mine = [r for r in rows if r["model"] == model]
     control = {r["seed"]: r["after"] for r in mine if r["kind"] == "control"}
     first = next(r for r in mine if r["kind"] == "control")
-    tokens = first["steps"] * 16 * 128
+    tokens = first["recipe"]["steps"] * first["recipe"]["batch"] * 128
     click.echo(
         f"\n{model}: as trained {first['before']:.4f} nats per byte, control {_mean(control.values()):.4f}; ", nl=False
     )
@@ -159,14 +159,22 @@ def _spelled(values) -> str:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--tinyrope", "weights", help="Weights of the second model (train_tinyrope.py); left out without.")
+@click.option("--norm-free", is_flag=True, help="Instead: take every block norm of tinygpt away, and the final one.")
 @click.option("--seeds", default=5, help="Seeds of data order and calibration.")
-@click.option("--steps", default=200, help="Optimizer steps of 16 windows of 128 bytes.")
+@click.option("--steps", default=400, help="Optimizer steps.")
+@click.option("--batch", default=8, help="Windows of 128 bytes in a step.")
 @click.option("--lr", default=5e-4, help="Peak learning rate.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each.")
 @click.option("--out", type=click.Path(path_type=Path), help="A JSON file for all figures.")
 @click.option("--one", "single", hidden=True)
 def main(
-    weights: str | None, seeds: int, steps: int, lr: float, processes: int, out: Path | None, single: str | None
+    weights: str | None,
+    norm_free: bool,
+    seeds: int,
+    processes: int,
+    out: Path | None,
+    single: str | None,
+    **recipe: float,
 ) -> None:
     """Print the table of gaps."""
     if single:
@@ -174,7 +182,8 @@ def main(
         return
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        rows = run_all(jobs(weights and str(Path(weights).resolve()), seeds, steps, lr, Path(folder)), processes)
+        todo = jobs(weights and str(Path(weights).resolve()), seeds, Path(folder), norm_free, **recipe)
+        rows = run_all(todo, processes)
     if out:
         out.write_text(json.dumps(rows, indent=1))
     for model in dict.fromkeys(r["model"] for r in rows):

@@ -25,6 +25,7 @@ from lnrewrite.healing.losses import Mix, Objective
 from lnrewrite.healing.outcome import picture
 from lnrewrite.healing.recipe import Recipe
 from lnrewrite.healing.session import heal
+from lnrewrite.healing.world import World
 from lnrewrite.program import Program
 from test_cli import fails, ok
 
@@ -244,6 +245,15 @@ def test_a_loss_that_is_not_finite_stops_at_a_step_and_a_block(pair: Any, text: 
     assert [p.name for p in (tmp_path / "run").glob("global-*")] == [f"global-{step - 1:06d}"]
 
 
+def test_a_new_run_starts_afresh_and_touches_nothing_of_others(pair: Any, text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "global-000006").mkdir()  # left by a run that was killed as it ended
+    (tmp_path / "log.jsonl").write_text('{"phase": "global", "step": 99, "tokens": 1}\n')
+    found = lnr.heal(*pair, text, **SMALL, control=False, run=tmp_path)
+    assert found.report.tokens == 6 * 4 * 32
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "loss.html", "mine"]
+
+
 def test_a_run_folder_is_not_mixed_up(pair: Any, text: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(snapshots, "save", lambda *a, **k: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(lnr.LnrewriteError, match="LN025"):
@@ -297,6 +307,12 @@ def sharded(text: str, folder: str, how: dict[str, Any]) -> None:
         torch.save(weights(found.program.module()), Path(folder) / "sharded.pt")
 
 
+def test_rows_are_shared_evenly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(lnr.UsageError, match="LN003.*3 rows.*2 processes"):
+        World.join("cpu", 3)
+
+
 def test_bf16_and_recomputing_train_too(pair: Any, text: str) -> None:
     plain, low = (lnr.heal(*pair, text, **SMALL, control=False, bf16=b, recompute=b).report for b in (False, True))
     assert abs(plain.losses["healed"]["mean"] - low.losses["healed"]["mean"]) < 0.02
@@ -307,8 +323,8 @@ def test_bf16_and_recomputing_train_too(pair: Any, text: str) -> None:
 
 def test_feeds_repeat_themselves_and_hold_out() -> None:
     tokens = torch.arange(1000)
-    windows = Windows(tokens, {"ids": tokens}, 4, 8, 0, "d")
-    arrays = Arrays({"ids": torch.arange(100).reshape(50, 2)}, 4, 0, "d")
+    windows = Windows(tokens, {"ids": tokens}, 4, 4, 8, 0, "d")
+    arrays = Arrays({"ids": torch.arange(100).reshape(50, 2)}, 4, 4, 0, "d")
     stream = Stream(lambda: ({"ids": torch.tensor([[i]])} for i in range(20)), "d")
     for feed in (windows, arrays, stream):
         numbers = [feed.batch(i)["ids"] for i in range(30)]
@@ -316,7 +332,7 @@ def test_feeds_repeat_themselves_and_hold_out() -> None:
         assert all(torch.equal(a, b) for a, b in zip(numbers[7:], again, strict=True))
         kept = {int(v) for batch in feed.held_out for v in batch["ids"].flatten()}
         assert kept and kept.isdisjoint(int(v) for batch in numbers for v in batch.flatten())
-    assert not torch.equal(windows.batch(0)["ids"], Windows(tokens, {"ids": tokens}, 4, 8, 1, "d").batch(0)["ids"])
+    assert not torch.equal(windows.batch(0)["ids"], Windows(tokens, {"ids": tokens}, 4, 4, 8, 1, "d").batch(0)["ids"])
     epoch = torch.cat([arrays.batch(i)["ids"] for i in range(12)])
     assert len(set(epoch[:, 0].tolist())) == 48  # every row once before any row twice
 
@@ -368,6 +384,9 @@ def test_wrong_data_are_told_before_anything_is_trained(pair: Any, tmp_path: Pat
         {"losses": "task=0"},
         {"losses": "tusk=1"},
         {"ramp": 0},
+        {"local_steps": 2, "progressive": True},
+        {"batch": 3, "accumulate": 2},
+        {"stages": ("mlp",)},
         {"lr": -1},
     ):
         with pytest.raises(lnr.UsageError, match="LN003"):

@@ -39,6 +39,9 @@ LABELS = "labels"
 HELD_OUT = 0.05
 """The share of the data that nothing is trained on; the end of a text, the last rows of arrays."""
 
+WIDE = 32
+"""Rows of a batch that is only measured, where the model takes any number."""
+
 ROWS = 256
 """At most so many rows are held out; of an iterable, its first eight batches."""
 
@@ -46,6 +49,13 @@ ROWS = 256
 def number(*key: int) -> int:
     """Return a seed of 32 bits, as many as torch's generator looks at, for a seed and what it is drawn for."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest())
+
+
+def chunks(rows: Rows, size: int) -> list[Rows]:
+    """Cut rows into batches of one size; a remainder is left out, unless it is all that there is."""
+    count = min(len(t) for t in rows.values())
+    starts = range(0, max(count - size, 0) + 1, size)
+    return [{n: t[i : i + size] for n, t in rows.items()} for i in starts]
 
 
 class Feed(ABC):
@@ -62,7 +72,7 @@ class Windows(Feed):
     """Cut windows of `length` tokens out of one long run of tokens int[count], each at a random place."""
 
     def __init__(
-        self, tokens: Tensor, wanted: Mapping[str, Tensor], rows: int, length: int, seed: int, name: str
+        self, tokens: Tensor, wanted: Mapping[str, Tensor], rows: int, wide: int, length: int, seed: int, name: str
     ) -> None:
         if len(tokens) < 4 * length:
             why = f"it holds {len(tokens)} tokens, and training takes at least four windows of {length}"
@@ -71,7 +81,7 @@ class Windows(Feed):
         self.tokens, self.rest = tokens[:-kept], tokens[-kept:]
         self.wanted, self.rows, self.length, self.seed, self.name = wanted, rows, length, seed, name
         ends = torch.as_tensor(self.rest).long().reshape(-1, length)
-        self.held_out = [self._inputs(part) for part in ends.split(rows)]
+        self.held_out = chunks(self._inputs(ends), wide)
 
     def batch(self, index: int) -> Rows:
         draw = torch.Generator().manual_seed(number(self.seed, index))
@@ -86,7 +96,7 @@ class Windows(Feed):
 class Arrays(Feed):
     """Give rows of arrays [count, ...], reshuffled every time that all were seen."""
 
-    def __init__(self, arrays: Rows, rows: int, seed: int, name: str) -> None:
+    def __init__(self, arrays: Rows, rows: int, wide: int, seed: int, name: str) -> None:
         counts = {n: len(t) for n, t in arrays.items()}
         count = min(counts.values())
         if len(set(counts.values())) > 1:
@@ -97,12 +107,15 @@ class Arrays(Feed):
             why = f"it holds {count} samples, {kept} are held out and a batch takes {rows}"
             raise bad(name, why, "give more samples, or smaller batches (--batch)")
         self.arrays, self.rows, self.seed, self.count = arrays, rows, seed, count - kept
-        self.held_out = [{n: t[i : i + rows] for n, t in arrays.items()} for i in range(self.count, count, rows)]
+        self.held_out = chunks({n: t[self.count :] for n, t in arrays.items()}, wide)
+        self.order = -1, torch.empty(0)
 
     def batch(self, index: int) -> Rows:
         epoch, place = divmod(index, self.count // self.rows)
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(number(self.seed, epoch)))
-        chosen = order[place * self.rows : (place + 1) * self.rows]
+        if self.order[0] != epoch:
+            draw = torch.Generator().manual_seed(number(self.seed, epoch))
+            self.order = epoch, torch.randperm(self.count, generator=draw)
+        chosen = self.order[1][place * self.rows : (place + 1) * self.rows]
         return {n: t[chosen] for n, t in self.arrays.items()}
 
 
@@ -146,6 +159,7 @@ def open_feed(data: Any, program: Program, rows: int, length: int | None, seed: 
     """
     wanted = {n: t for n, t in program.example_inputs().items() if isinstance(t, Tensor)}
     free, limits = program.dynamic_axes(), program.id_limits()
+    wide = max(rows, WIDE) if all(0 in free.get(n, {}) for n in wanted) else rows
     name = data if isinstance(data, str) else "data"
 
     def checked(batch: Any) -> Rows:
@@ -164,14 +178,14 @@ def open_feed(data: Any, program: Program, rows: int, length: int | None, seed: 
     if path.suffix == ".txt":
         if reads_bytes(program):
             return Windows(
-                torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8), wanted, rows, width, seed, name
+                torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8), wanted, rows, wide, width, seed, name
             )
-        return Arrays(checked(text_rows(name, path, wanted, program.tokenizer, False, width)), rows, seed, name)
+        return Arrays(checked(text_rows(name, path, wanted, program.tokenizer, False, width)), rows, wide, seed, name)
     held = _tokens(path)
     if isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point() and len(limits) == 1:
         check_ids(name, limits, dict.fromkeys(limits, held))
-        return Windows(held, wanted, rows, width, seed, name)
-    return Arrays(checked(held), rows, seed, name)
+        return Windows(held, wanted, rows, wide, width, seed, name)
+    return Arrays(checked(held), rows, wide, seed, name)
 
 
 def held_out_of(data: str, program: Program, length: int | None, seed: int) -> list[Rows]:

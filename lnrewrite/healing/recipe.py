@@ -73,6 +73,10 @@ class Recipe:
             _wrong("batch", self.batch, f"give a multiple of accumulate, {self.accumulate}")
         if not 0 < self.ramp <= 1:
             _wrong("ramp", self.ramp, "give a share of the steps, above 0 and up to 1")
+        if self.stages and not (self.progressive or self.drop_final):
+            _wrong("stages", ",".join(self.stages), "add progressive: only there norms move in stages")
+        if self.local_steps and (self.progressive or self.drop_final):
+            _wrong("local_steps", self.local_steps, "leave it out: progressive starts at the teacher, block by block")
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 _wrong(name, getattr(self, name), "give a positive number")

@@ -219,21 +219,19 @@ def heal(
     teacher, student: programs, or living modules with example inputs in `kwargs`; a living student is trained in place,
     any other stays as it was. data: text, token arrays [count], arrays of rows [count, ...], `pkg.module:iterable`, or
     an iterable of batches: dicts of the model's inputs, and `labels` [batch, ...] where there are targets. A part of it
-    is held out, or `held_out` names other data. length: tokens of a window cut from a text. recipe, or its fields
-    as keywords: steps=1000, progressive=True, lr=1e-4, as `Recipe` explains them.
+    is held out, or `held_out` names other data. length: tokens of a window cut from a text. recipe, or its fields as
+    keywords: steps=1000, progressive=True, lr=1e-4, as `Recipe` explains them.
 
-    output: where to write the result (.pt2 or .onnx). run: the folder of checkpoints, log.jsonl and loss.html; None uses
-    a temporary one. resume: go on where that run stopped; the same seed gives the same weights. Under torchrun the work is shared over all processes (FSDP2).
+    output: where to write the result (.pt2 or .onnx). run: the folder of checkpoints, log.jsonl and loss.html; None
+    uses a temporary one. resume: go on where that run stopped; the same seed gives the same weights. Under torchrun the
+    work is shared over all processes (FSDP2).
 
     Raises LnrewriteError: LN022 data, LN601 the student is no conversion of the teacher, LN602 no exact start, LN604
     NaN, LN605 run folder, LN025 no room; UsageError LN003. Sources: local, then global: arXiv 2410.10254; removal by
     degrees: 2507.02559, 2602.10408; weight decay: 2605.26895.
     """
     plan = replace(recipe or Recipe(), **choices)
-    world = World.join(device)
-    if plan.batch // plan.accumulate % world.size:
-        why = f"{plan.batch // plan.accumulate} rows cannot be shared by {world.size} processes"
-        raise UsageError("LN003", f"batch={plan.batch}", why, "give a multiple of processes times accumulate")
+    world = World.join(device, plan.batch // plan.accumulate)
     say = progress if progress and world.first else (lambda message: None)
     first, second = (m if isinstance(m, Program) else capture(m, kwargs=kwargs) for m in (teacher, student))
     check_pair(first, second)
@@ -242,10 +240,11 @@ def heal(
     feed = open_feed(data, first, plan.batch // plan.accumulate, length, plan.seed)
     measured = held_out_of(held_out, first, length, plan.seed) if held_out else feed.held_out
     measured = [{n: t.to(world.device) for n, t in batch.items()} for batch in measured]
-    asked = {**asdict(plan), "data": data if isinstance(data, str) else "given", "length": length}
+    asked = {**asdict(plan), "data": data if isinstance(data, str) else "given", "length": length, "held_out": held_out}
     asked |= {"student": hashlib.sha256(str(second.stream).encode()).hexdigest()[:16], "processes": world.size}
     with contextlib.ExitStack() as stack:
-        folder = run or stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-"))
+        stack.callback(world.leave)
+        folder = run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
         snapshots = Snapshots(Path(folder), world, asked, resume)
         session = Session(first, second, feed, measured, plan, world, snapshots, say)
         healed, report = session.run()

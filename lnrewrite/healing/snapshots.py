@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -19,6 +20,9 @@ from torch.optim import Optimizer
 from ..diagnostics import LnrewriteError
 from ..output import write_whole
 from .world import World
+
+CHECKPOINT = re.compile(r"\.?(local|global|control)-\d{6}")
+"""The names of checkpoints; one that is being written starts with a dot."""
 
 
 class Snapshots:
@@ -47,6 +51,8 @@ class Snapshots:
         world.wait()
         if world.first and not held.exists():
             self._make()
+            self._clear()
+            (folder / "log.jsonl").unlink(missing_ok=True)
             self._write(held, text)
         world.wait()
 
@@ -117,13 +123,17 @@ class Snapshots:
     def end(self) -> None:
         """Drop the checkpoints of a run that is over; log and picture stay."""
         if self.world.first:
+            self._clear()
             (self.folder / "run.json").unlink(missing_ok=True)
-            for path in self.folder.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
+
+    def _clear(self) -> None:
+        """Remove checkpoints, and nothing else that the folder may hold."""
+        for path in self.folder.iterdir():
+            if path.is_dir() and CHECKPOINT.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _checkpoints(self, phase: str) -> list[tuple[int, Path]]:
-        found = [p for p in self.folder.glob(f"{phase}-*") if p.name.rpartition("-")[2].isdigit()]
+        found = [p for p in self.folder.glob(f"{phase}-*") if CHECKPOINT.fullmatch(p.name)]
         return sorted((int(p.name.rpartition("-")[2]), p) for p in found)
 
     def _make(self) -> None:

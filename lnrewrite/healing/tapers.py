@@ -7,8 +7,8 @@ the norm in between, with a power t of the token's size (a norm: t = 1; a consta
 
 Norms that come go from t = 0 to t = 1, norms that go from 1 to 0. Moves to and from the trunk taper the *skip* alone:
 in x' = x + F(N x) the skip becomes T_t(x), which ends as N(x), so that x' = N(x) + F(N x) is Post-LN; read backwards
-that is post to pre. Both ends are identities, eps included, so nothing is left of the schedule when it is over: `folding.py`
-carries the ends out.
+that is post to pre. Both ends are identities, eps included, so nothing is left of the schedule when it is over:
+`folding.py` carries the ends out.
 
 Source: the identities B.9 in `place`; for the schedule FakeLN (arXiv 2409.13710, 2507.02559), TaperNorm (2602.10408).
 """

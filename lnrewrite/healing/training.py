@@ -106,9 +106,9 @@ class Phase:
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.recipe.lr, betas=(0.9, 0.95))
 
     def taper(self, step: int) -> None:
-        """Set every taper's power for a step: stage by stage, linear, over within `ramp` of the steps."""
+        """Set every taper's power for a step: stage by stage, linear, from the teacher to the end at `ramp`."""
         stages = max((t.stage for t in self.tapers), default=0) + 1
-        done = (step + 1) / max(1.0, self.recipe.ramp * self.steps) * stages
+        done = step / (self.recipe.ramp * self.steps) * stages
         for index, taper in enumerate(self.tapers):
             share = min(1.0, max(0.0, done - taper.stage))
             self.student.view.powers[index] = 1 - share if taper.going else share

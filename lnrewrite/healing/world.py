@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from ..backends.captured import CapturedModule, stored
+from ..diagnostics import UsageError
 from .view import View
 
 
@@ -22,20 +23,39 @@ class World:
     rank: int
     size: int
     device: torch.device
+    ours: bool = False
 
     @classmethod
-    def join(cls, device: str) -> World:
-        """Join the processes that torchrun started (WORLD_SIZE, RANK, LOCAL_RANK), or be the only one."""
+    def join(cls, device: str, rows: int) -> World:
+        """Join the processes that torchrun started (WORLD_SIZE, RANK, LOCAL_RANK), or be the only one.
+
+        Raises UsageError LN003 where `rows` rows of a micro-batch are not the same number for each.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls(0, 1, torch.device(device))
+        if rows % size:
+            why = f"{rows} rows of a micro-batch cannot be shared by {size} processes"
+            raise UsageError("LN003", "batch", why, f"give a multiple of {size} times accumulate")
         place = torch.device(device)
         if place.type == "cuda":
             place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(place)
-        if not dist.is_initialized():
+        if ours := not dist.is_initialized():
             dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-        return cls(dist.get_rank(), size, place)
+        return cls(dist.get_rank(), size, place, ours)
+
+    def leave(self) -> None:
+        """Part from the others, where it was here that they were joined."""
+        if self.ours:
+            dist.destroy_process_group()
+
+    def agreed(self, word: str) -> str:
+        """Return what the first process says."""
+        words = [word]
+        if self.size > 1:
+            dist.broadcast_object_list(words)
+        return words[0]
 
     @property
     def first(self) -> bool:
