@@ -42,14 +42,14 @@ def first(outputs: object) -> torch.Tensor:
 
 
 def ends(
-    teacher: Program, inputs: dict[str, torch.Tensor], to: str, final: bool = False
+    teacher: Program, inputs: dict[str, torch.Tensor], to: str, final: bool = False, stages: tuple[str, ...] = ()
 ) -> tuple[Program, float, float]:
     """Return the folded network, and how far the view is from the teacher at the start and from it at the end."""
     norms = [site.norm for s in teacher.network.streams for _, site in s.sites()]
     style = norms[0].kind, 1e-6, norms[0].kind is Kind.LAYER
     wanted = {b.name: frozenset(WANTED[Placement(to)]) for b in teacher.network.blocks}
     with float64():
-        tapering = Tapering(teacher, wanted, [inputs], style, final=final)
+        tapering = Tapering(teacher, wanted, [inputs], style, stages, final)
         view = View(tapering.program, tapering.tapers)
         given = flat_inputs(teacher.module(), inputs)
         one, two = first(teacher.module()(**inputs)), first(view(*given).outputs)
@@ -91,6 +91,22 @@ def test_stages_move_one_after_the_other() -> None:
     stages = {t.site: t.stage for t in tapers}
     assert {stages[s] for s in stages if ".mlp." in s} == {0} and {stages[s] for s in stages if ".attn." in s} == {1}
     assert stages["blocks.final"] == 2 and len(stages) == 13
+
+
+def test_values_move_in_a_stage_of_their_own() -> None:
+    teacher, inputs = captured("llama")
+    folded, start, end = ends(teacher, inputs, "none", stages=("mlp", "attention", "values"))
+    assert start <= START and end <= END and folded.inspect()["norms"]["total"] == 1
+    wanted = {b.name: frozenset[Where]() for b in teacher.network.blocks}
+    with float64():
+        tapering = Tapering(teacher, wanted, [inputs], (Kind.RMS, 1e-6, False), ("mlp", "attention", "values"))
+        view = View(tapering.program, tapering.tapers)
+        before = first(view(*flat_inputs(teacher.module(), inputs)).outputs)
+        view.powers.copy_(torch.tensor([float(t.stage < 2) for t in tapering.tapers]))
+        after = first(view(*flat_inputs(teacher.module(), inputs)).outputs)
+    assert {t.site.rpartition(".")[2] for t in tapering.tapers} == {"in", "values"}
+    assert len({len(t.reads) for t in tapering.tapers if "attn" in t.site}) == 2  # queries and keys; values
+    assert not torch.allclose(before, after)
 
 
 @pytest.mark.parametrize(("family", "to"), [("bert", "output"), ("olmo2", "post"), ("bert", "none")])

@@ -25,7 +25,8 @@ class Recipe:
     touched (what the conversion changed).
 
     progressive: start at the teacher exactly and move norms by degrees within `ramp` of the steps (`Tapering`); the
-    student then says only where norms shall sit. stages: block selections, or `final`, that move one after the other.
+    student then says only where norms shall sit. stages: block selections, or places (in, out, post, final, or
+    values: what makes an attention's values), that move one after the other.
     drop_final: take the final norm away too; it anchors the logits, so it stays by default. control: train the teacher
     on the same tokens.
 

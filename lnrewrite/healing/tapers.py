@@ -32,13 +32,18 @@ from ..selecting import select
 from ..stream import Block, Kind, Norm, Site, Stream, Where, sums
 from ..trunk import switches
 
+VALUES = "values"
+PLACES = frozenset({VALUES, *Where})
+"""What a stage may be called, beside a block selection: where the norms sit, or the values of attention."""
+
 
 @dataclass(frozen=True)
 class Taper:
-    """Place one taper: it stands for the norm behind `source` wherever that is read or, with `skip`, on a sum's skip.
+    """Place one taper: a norm of `source`, in place of `value` wherever that is read or, given `reads`, by those alone.
 
-    `site` names the site whose norm comes or goes, `norm` what it computes (no gain on a bare skip), `rho` is the
-    typical size of a token there, and `stage` says in which part of the schedule it moves.
+    `site` names the site whose norm comes or goes, `norm` what it computes, `rho` is the typical size of a token there,
+    and `stage` says in which part of the schedule it moves. `skip` says that it acts on the skip of a sum, and `bare`
+    that it does without gain and 1 / rho there.
     """
 
     site: str
@@ -47,7 +52,8 @@ class Taper:
     norm: Norm
     rho: float
     going: bool
-    skip: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    skip: bool = False
     bare: bool = False
     stage: int = 0
 
@@ -141,7 +147,7 @@ class Tapering:
             if self.final and stream.final:
                 total = self.samples[stream.blocks[-1].name].total
                 found.append(_taper(f"{stream.name}.final", stream.final, total, going=True))
-        unique = {(t.value, t.skip): t for t in reversed(found)}
+        unique = {(t.value, t.reads): t for t in reversed(found)}
         return tuple(replace(t, stage=self.stage(t)) for t in reversed(unique.values()))
 
     def inside(self, stream: Stream, was: Block, block: Block) -> Iterator[Taper]:
@@ -153,7 +159,21 @@ class Tapering:
             going, coming = self.moves(was, where, False), self.moves(was, where, True)
             embedded = stream.embedding is not None and block in sums(stream)[0]
             if site and (going or coming) and not (where is Where.IN and trunk and not embedded):
-                yield _taper(f"{block.name}.{where}", site, values, going)
+                whole = _taper(f"{block.name}.{where}", site, values, going)
+                values_of = self.value_readers(block, site) if going and where is Where.IN else ()
+                rest = tuple(r.node for r in site.readers if r.node not in values_of)
+                yield replace(whole, reads=rest) if values_of else whole
+                if values_of:
+                    yield replace(whole, site=f"{block.name}.values", reads=values_of)
+
+    def value_readers(self, block: Block, site: Site) -> tuple[str, ...]:
+        """Return the maps that make an attention's values, where they are to move in a stage of their own and can."""
+        if VALUES not in self.stages or block.kind != "attention" or site.taps:
+            return ()
+        made = {maker.node for arm in block.arms for maker in arm.makers}
+        found = tuple(r.node for r in site.readers if r.node in made)
+        direct = all(site.origin[-1] in self.program.graph[r.node].data for r in site.readers)
+        return found if direct and len(found) < len(site.readers) else ()
 
     def on_skip(self, stream: Stream, before: Block | None, group: list[Block]) -> Taper:
         """Return the taper on the skip of one sum: the norm that its blocks read, or the trunk's norm before it."""
@@ -165,18 +185,23 @@ class Tapering:
             bare = replace(site.norm, gamma=None, beta=None, plus_one=False)
             rho = _typical(bare.kind, self.samples[block.name].state)
             name = f"{before.name}.post" if before else f"{stream.name}.embedding"
-            return Taper(name, site.origin[0], block.anchor.skip, bare, rho, False, adds, bare=True)
+            return Taper(name, site.origin[0], block.anchor.skip, bare, rho, False, adds, True, bare=True)
         assert before is not None
         site = before.at(Where.POST)
         assert site is not None
         found = _taper(f"{before.name}.post", site, self.samples[before.name].total, going=True)
-        return replace(found, skip=adds)
+        return replace(found, reads=adds, skip=True)
 
     def stage(self, taper: Taper) -> int:
-        """Return in which stage a taper moves: the first whose expression selects its block; the rest come last."""
+        """Return in which stage a taper moves: the first that names its place or selects its block; the rest come last.
+
+        In a pipeline of mlp, attention, values and final that is the order published for GPT-2 (arXiv 2409.13710).
+        """
         block, _, where = taper.site.rpartition(".")
         for index, expression in enumerate(self.stages):
-            if expression == where or (expression != "final" and block in select(self.teacher.network, expression)):
+            if expression == where:
+                return index
+            if expression not in PLACES and where != VALUES and block in select(self.teacher.network, expression):
                 return index
         return len(self.stages) if self.stages else 0
 

@@ -177,9 +177,9 @@ def _insert(
     `copies` maps values that only repeat another (a dropout of eval mode) to that one.
     """
     source, value, norm = named[taper.source], named[taper.value], taper.norm
-    if taper.skip:
-        adds = dict.fromkeys(named[add] for add in taper.skip)
-        old = [(add, n) for add in adds for n in add.all_input_nodes if copies.get(n, n) is value]
+    if taper.reads:
+        readers = dict.fromkeys(named[reader] for reader in taper.reads)
+        old = [(reader, n) for reader in readers for n in reader.all_input_nodes if copies.get(n, n) is value]
     else:
         old = [(user, value) for user in value.users]
     last = max((source, value), key=list(graph.nodes).index)
