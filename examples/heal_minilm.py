@@ -67,9 +67,9 @@ def _say(line: str) -> None:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--to", multiple=True, default=["pre", "peri"], help="Placements.")
-@click.option("--steps", default=3000, help="Optimizer steps.")
+@click.option("--steps", default=500, help="Optimizer steps.")
 @click.option("--batch", default=32, help="Sentences of a step.")
-@click.option("--lr", default=5e-4, help="Peak learning rate.")
+@click.option("--lr", default=1e-4, help="Peak learning rate.")
 @click.option("--threads", default=4, help="CPU threads.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write the healed models to.")
 def main(to: tuple[str, ...], steps: int, batch: int, lr: float, threads: int, out: Path | None) -> None:

@@ -24,7 +24,7 @@ from ..options import check_data, check_device, options, target_of
 @click.option("--losses", metavar="NAME=W,...", help="task, kl, hidden, spread; default task=0.5,kl=0.5,hidden=1.")
 @click.option("--train", default="all", show_default=True, help="all, norms or touched.")
 @click.option("--progressive", is_flag=True, help="Start at the teacher exactly and move the norms by degrees.")
-@click.option("--stages", metavar="SELECT,...", help="Blocks or places (mlp,attention,values,final) that move one after the other.")
+@click.option("--stages", metavar="SELECT,...", help="What moves one after the other: mlp,attention,values,final.")
 @click.option("--ramp", default=0.6, show_default=True, help="The share of the steps in which norms move.")
 @click.option("--drop-final", is_flag=True, help="Take the final norm away too (progressive).")
 @click.option("--no-control", is_flag=True, help="Do not train the teacher on the same tokens.")
