@@ -75,7 +75,7 @@ def one(job: dict) -> dict:
     if job["start"] == "naive":
         student = naive(teacher, student)
     if job["kind"] in NORM_FREE:
-        how |= {"progressive": True, **NORM_FREE[job["kind"]]}
+        how |= NORM_FREE[job["kind"]]
     found = lnr.heal(teacher, student, job["text"], **how)
     if job["kind"] in NORM_FREE:
         norm_free_file(found.program, job)

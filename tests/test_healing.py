@@ -97,8 +97,9 @@ def test_every_norm_goes_and_the_onnx_file_holds_none(pair: Any, text: str, tmp_
 
     teacher, _ = pair
     none = lnr.Pipeline.parse("place{to=none}").run(teacher, demo.calibration()).program
-    for drop, left in ((False, 1), (True, 0)):
-        found = lnr.heal(teacher, none, text, **SMALL, drop_final=drop, progressive=True, control=False)
+    for drop, progressive, left in ((False, False, 1), (True, False, 0), (True, True, 0)):
+        how = {"drop_final": drop, "progressive": progressive, "control": False}
+        found = lnr.heal(teacher, none, text, **SMALL, **how)
         found.program.export(tmp_path / "none.onnx", target="generic", verify=False)
         operators = [node.op_type for node in onnx.load(tmp_path / "none.onnx").graph.node]
         assert sum("Normalization" in op for op in operators) == left

@@ -26,7 +26,7 @@ from ..options import check_data, check_device, options, target_of
 @click.option("--progressive", is_flag=True, help="Start at the teacher exactly and move the norms by degrees.")
 @click.option("--stages", metavar="SELECT,...", help="What moves one after the other: mlp,attention,values,final.")
 @click.option("--ramp", default=0.6, show_default=True, help="The share of the steps in which norms move.")
-@click.option("--drop-final", is_flag=True, help="Take the final norm away too (progressive).")
+@click.option("--drop-final", is_flag=True, help="Take the final norm away too, by degrees.")
 @click.option("--no-control", is_flag=True, help="Do not train the teacher on the same tokens.")
 @click.option("--batch", default=16, show_default=True, help="Rows of a step, over all processes.")
 @click.option("--accumulate", default=1, show_default=True, help="Micro-batches of a step.")

@@ -21,14 +21,13 @@ class Recipe:
 
     steps: optimizer steps of the global phase, and of the control. local_steps: before it, train each block alone, from
     the teacher's normalised state behind it, and only what the conversion changed. losses: the terms of `Mix` with
-    their weights; None is task=0.5,kl=0.5,hidden=1 where there are targets, else kl=1,hidden=1. train: all, norms, or
-    touched (what the conversion changed).
+    their weights; None is task=0.5,kl=0.5,hidden=1,spread=0.1 where there are targets, else kl=1,hidden=1,spread=0.1.
+    train: all, norms, or touched (what the conversion changed).
 
     progressive: start at the teacher exactly and move norms by degrees within `ramp` of the steps (`Tapering`); the
-    student then says only where norms shall sit. stages: block selections, or places (in, out, post, final, or
-    values: what makes an attention's values), that move one after the other.
-    drop_final: take the final norm away too; it anchors the logits, so it stays by default. control: train the teacher
-    on the same tokens.
+    student then says only where norms shall sit. stages: block selections, or places (in, out, post, final, or values:
+    what makes an attention's values), that move one after the other. drop_final: take the final norm away by degrees
+    too; it anchors the logits, so it stays by default. control: train the teacher on the same tokens.
 
     batch: rows of a step over all processes, in `accumulate` micro-batches. lr: the peak learning rate of AdamW, after
     `warmup` steps, then a cosine down to a fiftieth. decay: weight decay of matrices; gains and biases never decay (it
@@ -76,7 +75,7 @@ class Recipe:
             _wrong("ramp", self.ramp, "give a share of the steps, above 0 and up to 1")
         if self.stages and not (self.progressive or self.drop_final):
             _wrong("stages", ",".join(self.stages), "add progressive: only there norms move in stages")
-        if self.local_steps and (self.progressive or self.drop_final):
+        if self.local_steps and self.progressive:
             _wrong("local_steps", self.local_steps, "leave it out: progressive starts at the teacher, block by block")
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:

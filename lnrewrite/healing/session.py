@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ..backends.capture import evaluating
 from ..backends.captured import CapturedModule, stored
 from ..diagnostics import LnrewriteError, UsageError
 from ..output import write_whole
@@ -77,14 +78,13 @@ class Session:
 
     @cached_property
     def tapering(self) -> Tapering | None:
-        """Return the plan of a progressive healing: the student says only where the norms shall sit."""
+        """Return the plan of what moves: all norms, from the teacher, or the student's final norm alone."""
         if not (self.recipe.progressive or self.recipe.drop_final):
             return None
         wanted = {b.name: frozenset(switches(b)) for b in self.student.network.blocks}
         batches = [inputs_of(self.feed.batch(i), self.world) for i in range(8)]
-        found = Tapering(
-            self.teacher, wanted, batches, style_of(self.student), self.recipe.stages, self.recipe.drop_final
-        )
+        start, style = self.teacher if self.recipe.progressive else self.student, style_of(self.student)
+        found = Tapering(start, wanted, batches, style, self.recipe.stages, self.recipe.drop_final)
         if self.recipe.drop_final and (held := [w for s in found.program.network.streams for w in unfoldable(s)]):
             why = f"the final norm cannot be folded away: {', '.join(held)}"
             raise LnrewriteError("LN602", "final norm", why, "keep the final norm (leave out --drop-final)")
@@ -115,7 +115,8 @@ class Session:
         for parameter in shared:
             parameter.data = parameter.data.clone()
         healed = fold(tapering, working) if tapering else working
-        healed.module().requires_grad_(True)
+        for parameter in healed.module().parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
         losses["healed"] = self.measure(healed)
         if self.controlled:
             losses["control"] = self.measure(self.trained_on())
@@ -151,7 +152,7 @@ class Session:
     def names(self, program: Program, train: str | None = None) -> frozenset[str]:
         """Return the names of the parameters that are trained."""
         train = train or self.recipe.train
-        every = dict(program.module().named_parameters())
+        every = {n: p for n, p in program.module().named_parameters() if p.is_floating_point()}
         if train == "all":
             return frozenset(every)
         sites = [site.norm for s in program.network.streams for _, site in s.sites()]
@@ -223,31 +224,29 @@ def heal(
     keywords: steps=1000, progressive=True, lr=1e-4, as `Recipe` explains them.
 
     output: where to write the result (.pt2 or .onnx). run: the folder of checkpoints, log.jsonl and loss.html; None
-    uses a temporary one. resume: go on where that run stopped; the same seed gives the same weights. Under torchrun the
-    work is shared over all processes (FSDP2).
+    uses a temporary one. resume: go on where that run stopped; the same seed gives the same weights. Dropout stays
+    off. Under torchrun the work is shared over all processes (FSDP2).
 
     Raises LnrewriteError: LN022 data, LN601 the student is no conversion of the teacher, LN602 no exact start, LN604
     NaN, LN605 run folder, LN025 no room; UsageError LN003. Sources: local, then global: arXiv 2410.10254; removal by
     degrees: 2507.02559, 2602.10408; weight decay: 2605.26895.
     """
     plan = replace(recipe or Recipe(), **choices)
-    world = World.join(device, plan.batch // plan.accumulate)
+    rows = plan.batch // plan.accumulate
+    world = World.join(device, rows)
     say = progress if progress and world.first else (lambda message: None)
-    first, second = (m if isinstance(m, Program) else capture(m, kwargs=kwargs) for m in (teacher, student))
-    check_pair(first, second)
-    for program in (first, second):
-        program.module().to(world.device)
-    feed = open_feed(data, first, plan.batch // plan.accumulate, length, plan.seed)
-    measured = held_out_of(held_out, first, length, plan.seed) if held_out else feed.held_out
-    measured = [{n: t.to(world.device) for n, t in batch.items()} for batch in measured]
-    asked = {**asdict(plan), "data": data if isinstance(data, str) else "given", "length": length, "held_out": held_out}
-    asked |= {"student": hashlib.sha256(str(second.stream).encode()).hexdigest()[:16], "processes": world.size}
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
+        first, second = (seen(model, kwargs, world, stack) for model in (teacher, student))
+        check_pair(first, second)
+        feed = open_feed(data, first, rows, length, plan.seed)
+        measured = held_out_of(held_out, first, length, plan.seed) if held_out else feed.held_out
+        measured = [{n: t.to(world.device) for n, t in batch.items()} for batch in measured]
+        asked: dict[str, Any] = {**asdict(plan), "length": length, "held_out": held_out, "processes": world.size}
+        asked |= {"data": data if isinstance(data, str) else "given", "student": _digest(second)}
         folder = run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
         snapshots = Snapshots(Path(folder), world, asked, resume)
-        session = Session(first, second, feed, measured, plan, world, snapshots, say)
-        healed, report = session.run()
+        healed, report = Session(first, second, feed, measured, plan, world, snapshots, say).run()
         module: nn.Module = healed.module()
         if isinstance(student, nn.Module) and not isinstance(student, CapturedModule):
             module = give_back(student, healed)
@@ -257,6 +256,18 @@ def heal(
         snapshots.end()
     report = replace(report, run=str(run) if run else None, output=str(output) if output else None)
     return Healed(healed, module, report)
+
+
+def seen(model: Program | nn.Module, kwargs: Mapping[str, Any] | None, world: World, until: Any) -> Program:
+    """Return a model as a program on this process's device, in eval mode `until` an exit stack is left."""
+    program = model if isinstance(model, Program) else capture(model, kwargs=kwargs)
+    program.module().to(world.device)
+    until.enter_context(evaluating(program.module()))
+    return program
+
+
+def _digest(program: Program) -> str:
+    return hashlib.sha256(str(program.stream).encode()).hexdigest()[:16]
 
 
 def inputs_of(batch: Rows, world: World) -> Rows:

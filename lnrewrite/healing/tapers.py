@@ -60,14 +60,14 @@ class Taper:
 
 @dataclass
 class Tapering:
-    """Plan one progressive conversion of `teacher`; `wanted` maps blocks to the sites that shall hold a norm.
+    """Plan how the norms of `start` (a teacher) come and go; `wanted` maps blocks to the sites that shall hold a norm.
 
-    `program` is the teacher with the norms that come already in their places (as norms, t = 1), `tapers` are all that
+    `program` is `start` with the norms that come already in their places (as norms, t = 1), `tapers` are all that
     moves; `folding.fold` ends it. `final` takes the final norms away too. Raises LnrewriteError LN602 where a move has
     no exact start.
     """
 
-    teacher: Program
+    start: Program
     wanted: Mapping[str, frozenset[Where]]
     batches: Sequence[Batch]
     style: tuple[Kind, float, bool]
@@ -76,7 +76,7 @@ class Tapering:
 
     @cached_property
     def samples(self) -> Mapping[str, Samples]:
-        return self.teacher.samples(self.batches)
+        return self.start.samples(self.batches)
 
     def moves(self, block: Block, where: Where, coming: bool) -> bool:
         """Say whether a block of the teacher gets (or loses) its norm at `where`."""
@@ -94,7 +94,7 @@ class Tapering:
     @cached_property
     def program(self) -> Program:
         """Return a copy of the teacher with the norms that come put in, and with `final` a head of its own."""
-        base = Pipeline.parse("untie").run(self.teacher).program if self.final else self.teacher
+        base = Pipeline.parse("untie").run(self.start).program if self.final else self.start
         found = []
         for stream in base.network.streams:
             self.check(stream)
@@ -133,7 +133,7 @@ class Tapering:
     @cached_property
     def tapers(self) -> tuple[Taper, ...]:
         """Return every taper, in the order in which tokens meet them."""
-        old = {b.name: b for b in self.teacher.network.blocks}
+        old = {b.name: b for b in self.start.network.blocks}
         found: list[Taper] = []
         for stream in self.program.network.streams:
             groups = sums(stream)
@@ -201,7 +201,7 @@ class Tapering:
         for index, expression in enumerate(self.stages):
             if expression == where:
                 return index
-            if expression not in PLACES and where != VALUES and block in select(self.teacher.network, expression):
+            if expression not in PLACES and where != VALUES and block in select(self.start.network, expression):
                 return index
         return len(self.stages) if self.stages else 0
 
