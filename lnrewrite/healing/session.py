@@ -92,7 +92,7 @@ class Session:
 
     def run(self) -> tuple[Program, Outcome]:
         """Train what was asked for, and measure it."""
-        started = time.perf_counter()
+        started, mix = time.perf_counter(), self.mix
         losses = {"teacher": self.measure(self.teacher)}
         if self.teacher is not self.student:
             losses["converted"] = self.measure(self.student)
@@ -110,7 +110,7 @@ class Session:
             touched = self.names(working, "touched") & names
             self.phase("local", self.recipe.local_steps, student, teacher, Mix(hidden=1.0), touched)
             student.view.detached = False
-        self.phase("global", self.recipe.steps, student, teacher, self.mix, names)
+        self.phase("global", self.recipe.steps, student, teacher, mix, names)
         self.world.gather(student.view, working.module())
         for parameter in shared:
             parameter.data = parameter.data.clone()

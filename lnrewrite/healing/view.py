@@ -21,6 +21,9 @@ from ..program import Program
 from ..stream import Kind, sums
 from .tapers import Taper
 
+POWERS = "lnrewrite.powers"
+"""What the tapers' powers are called in a view's graph: no parameter of the model, and the same tensor everywhere."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -102,7 +105,7 @@ class View(nn.Module):
         return self._named[self._held.get(name) or name.split(".body.", 1)[1]]
 
     def _shared(self, node: fx.Node) -> Tensor:
-        found = stored(self, _safe(node.target))
+        found = self.powers if node.target == POWERS else stored(self, _safe(node.target))
         assert found is not None
         return found
 
@@ -131,13 +134,14 @@ def _cut(
     parts = [p for p in parts if p]
     place = {node: index for index, part in enumerate(parts) for node in part}
     readers = {n: {place[u] for u in n.users if u in place} for n in graph.nodes}
+    held = [n for n in graph.find_nodes(op="get_attr") if n.target != POWERS]
     tensors: dict[int, set[int]] = {}
-    for node in graph.find_nodes(op="get_attr"):
-        tensors.setdefault(id(_tensor(view, module, node)), set()).update(readers[node])
-    alone = {n for n in graph.find_nodes(op="get_attr") if len(tensors[id(_tensor(view, module, n))]) == 1}
-    for node in graph.find_nodes(op="get_attr"):
-        if node not in alone and str(node.target) != "powers":
-            _register(view, str(node.target), _tensor(view, module, node))
+    for node in held:
+        tensors.setdefault(id(_tensor(module, node)), set()).update(readers[node])
+    alone = {n for n in held if len(tensors[id(_tensor(module, n))]) == 1}
+    for node in held:
+        if node not in alone:
+            _register(view, str(node.target), _tensor(module, node))
     last = {n: max(r, default=-1) for n, r in readers.items()}
     wanted = set(view._sums.values()) | set(view._spreads)
     fx.node.map_arg(view._result, lambda n: wanted.add(n))
@@ -148,12 +152,12 @@ def _cut(
         makes = [n for n in part if last[n] > index or n in wanted]
         drops = [n for n in (*reads, *makes) if last[n] <= index and n not in wanted and n.op != "get_attr"]
         found.append(_Part(tuple(reads), tuple(makes), tuple(dict.fromkeys(drops))))
-        modules.append(_module(view, module, part, reads, makes))
+        modules.append(_module(module, part, reads, makes))
     return found, modules
 
 
 def _module(
-    view: View, module: CapturedModule, part: Iterable[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
+    module: CapturedModule, part: Iterable[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
 ) -> fx.GraphModule:
     """Return one part as a module of its own, parameters shared."""
     graph = fx.Graph()
@@ -162,7 +166,7 @@ def _module(
     for node in part:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in copies:
-                held[str(source.target)] = _tensor(view, module, source)
+                held[str(source.target)] = _tensor(module, source)
                 copies[source] = graph.get_attr(str(source.target))
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[n] for n in makes))
@@ -185,7 +189,7 @@ def _insert(
     last = max((source, value), key=list(graph.nodes).index)
     with graph.inserting_after(last):
         affine = [None if n is None else graph.get_attr(n) for n in (norm.gamma, norm.beta)]
-        powers = graph.get_attr("powers")
+        powers = graph.get_attr(POWERS)
     with graph.inserting_after(powers):
         how = (norm.kind is Kind.LAYER, norm.eps, norm.plus_one, taper.rho, taper.bare)
         both = graph.call_function(tapered, (source, powers, index, *affine, *how))
@@ -219,8 +223,8 @@ def tapered(
     return log.square().mean(), y.to(x.dtype)
 
 
-def _tensor(view: View, module: CapturedModule, node: fx.Node) -> Tensor:
-    found = view.powers if str(node.target) == "powers" else stored(module, str(node.target))
+def _tensor(module: CapturedModule, node: fx.Node) -> Tensor:
+    found = stored(module, str(node.target))
     assert isinstance(found, Tensor), node.target
     return found
 
