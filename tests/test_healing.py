@@ -354,6 +354,29 @@ def test_labels_are_targets(pair: Any) -> None:
     assert found.report.targets == 8 * 4 * 8 and found.report.losses["healed"]["mean"] > 1
 
 
+def test_labels_that_fit_no_output_are_told() -> None:
+    module, inputs = zoo.build("vit")
+    teacher = lnr.capture(module, kwargs=inputs)
+    student = lnr.Pipeline.parse("place{to=peri}").run(teacher).program
+    rows = len(inputs["pixel_values"])
+    data = [inputs | {"labels": torch.zeros(rows, 77, dtype=torch.int64)}] * 12
+    with pytest.raises(lnr.LnrewriteError, match=r"LN022 labels.*\[\d+, 77\]"):
+        lnr.heal(teacher, student, data, steps=1, batch=rows)
+
+
+def test_ignored_targets_weigh_nothing() -> None:
+    objective = Objective("", (), True)
+    batch = {"labels": torch.tensor([[1, -100], [-100, -100]])}
+    scores = torch.zeros(2, 2, 4)
+    assert objective.count(batch) == 1 and torch.allclose(objective.rows(scores, batch), torch.tensor([4.0]).log())
+    masked = Objective("ids", ("mask",), True)
+    batch = {"ids": torch.tensor([[1, 2, 3]]), "mask": torch.tensor([[1, 1, 0]])}
+    assert masked.count(batch) == 1
+    teacher = torch.zeros(1, 3, 4)
+    teacher[0, 2, 0] = 9.0  # a padded token, whose logits do not count
+    assert masked.divergence(torch.zeros(1, 3, 4), teacher, batch) == 0
+
+
 def test_token_arrays_are_cut_into_windows(pair: Any, tmp_path: Path) -> None:
     import numpy as np
 

@@ -90,7 +90,7 @@ class Objective:
         found: dict[str, Tensor] = {}
         if mix.task:
             losses = self.rows(student.outputs, batch)
-            found["task"] = losses.mean()
+            found["task"] = losses.sum() / max(1, len(losses))
         if mix.kl and teacher:
             found["kl"] = self.divergence(student.outputs, teacher.outputs, batch)
         if mix.hidden and teacher:
@@ -102,12 +102,26 @@ class Objective:
 
     def rows(self, outputs: Any, batch: Rows) -> Tensor:
         """Return the cross-entropy of every target in nats: [targets]."""
-        scores, targets = logits(outputs), self.targets(batch).reshape(-1)
-        assert scores is not None
-        scores = scores if LABELS in batch else scores[:, :-1]
-        flat = scores.float().reshape(len(targets), -1)
+        targets = self.targets(batch).reshape(-1)
+        scores = self.scores(outputs, batch)
+        flat = (scores if LABELS in batch else scores[:, :-1]).float().reshape(len(targets), -1)
         losses = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none")
         return losses[targets != IGNORED]
+
+    def scores(self, outputs: Any, batch: Rows) -> Tensor:
+        """Return the logits [..., classes]. Raises LnrewriteError LN022 where no output has labels' shape."""
+        leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
+        named = logits(outputs)
+        if LABELS not in batch:
+            assert named is not None
+            return named
+        wanted = batch[LABELS].shape
+        fitting = [t for t in (named, *leaves) if t is not None and t.shape[:-1] == wanted]
+        if not fitting:
+            why = f"they have shape {list(wanted)}, and the outputs {', '.join(str(list(t.shape)) for t in leaves)}"
+            remedy = "give labels of the logits' shape without its last axis, or a model with a head"
+            raise LnrewriteError("LN022", "labels", why, remedy)
+        return fitting[0]
 
     def targets(self, batch: Rows) -> Tensor:
         """Return the labels of a batch, or the tokens that follow, masked ones ignored."""
@@ -127,8 +141,8 @@ class Objective:
 
     def divergence(self, student: Any, teacher: Any, batch: Rows) -> Tensor:
         """Return KL(teacher || student) of the logits or, without any, the relative squared error of the output."""
-        mine, its = logits(student), logits(teacher)
-        if (self.ids or LABELS in batch) and mine is not None and its is not None:
+        if self.has_task(batch):
+            mine, its = self.scores(student, batch), self.scores(teacher, batch)
             p, q = its.float().log_softmax(-1), mine.float().log_softmax(-1)
             rows = (p.exp() * (p - q)).sum(-1)
             return self._mean(rows, batch)
