@@ -72,6 +72,6 @@ def test_commands_options_and_codes_exist() -> None:
     for name in re.findall(r"(?:\$ |`|&& )lnrewrite ([a-z]+)", text):
         assert name in main.commands
     known = {option for command in main.commands.values() for p in command.params for option in p.opts}
-    shell = re.sub(r"^(?:python3|.*pytest).*$|torchrun .*? -m", "", text, flags=re.M)
+    shell = re.sub(r"^(?:python3|.*pytest).*$|torchrun .*? -m|`python examples/[^`]*`", "", text, flags=re.M)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", shell)) <= known
     assert set(re.findall(r"\bLN\d{3}\b", text)) <= set(CATALOGUE)

@@ -32,6 +32,8 @@ from ..options import check_data, check_device, options, target_of
 @click.option("--accumulate", default=1, show_default=True, help="Micro-batches of a step.")
 @click.option("--length", type=click.IntRange(2), help="Tokens of a window cut from a text.")
 @click.option("--lr", default=3e-4, show_default=True, help="Peak learning rate.")
+@click.option("--gain-lr", default=10.0, show_default=True, help="Gains and biases learn so many times faster.")
+@click.option("--control-lr", type=float, help="The control's peak learning rate; default --lr.")
 @click.option("--decay", default=0.1, show_default=True, help="Weight decay of matrices; norms are never decayed.")
 @click.option("--bf16", is_flag=True, help="Train under bfloat16 autocast.")
 @click.option("--recompute", is_flag=True, help="Keep no activations inside a block: slower, less memory.")

@@ -30,7 +30,9 @@ class Recipe:
     too; it anchors the logits, so it stays by default. control: train the teacher on the same tokens.
 
     batch: rows of a step over all processes, in `accumulate` micro-batches. lr: the peak learning rate of AdamW, after
-    `warmup` steps, then a cosine down to a fiftieth. decay: weight decay of matrices; gains and biases never decay (it
+    `warmup` steps, then a cosine down to a fiftieth. gain_lr: the student's gains and biases learn so many times faster
+    (moved norms have to find new sizes: on demo:tinygpt 50 to 100 times healed best). control_lr: the control's rate;
+    None is lr. decay: weight decay of matrices; gains and biases never decay (it
     harms output-norm gains: arXiv 2605.26895). clip: the largest gradient norm. bf16: run under autocast. recompute:
     keep no activations inside a block. every: steps between checkpoints. seed: of the data's order and of what is
     random.
@@ -48,6 +50,8 @@ class Recipe:
     batch: int = 16
     accumulate: int = 1
     lr: float = 3e-4
+    gain_lr: float = 10.0
+    control_lr: float | None = None
     warmup: int = 20
     decay: float = 0.1
     clip: float = 1.0
@@ -77,15 +81,15 @@ class Recipe:
             _wrong("stages", ",".join(self.stages), "add progressive: only there norms move in stages")
         if self.local_steps and self.progressive:
             _wrong("local_steps", self.local_steps, "leave it out: progressive starts at the teacher, block by block")
-        for name in ("lr", "clip"):
+        for name in ("lr", "gain_lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 _wrong(name, getattr(self, name), "give a positive number")
 
-    def rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step of `steps`, counted from 0."""
+    def share(self, step: int, steps: int) -> float:
+        """Return the share of the learning rate at a step of `steps`, counted from 0."""
         warmup = min(self.warmup, max(1, steps // 10))
         cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * step / steps))
-        return self.lr * min(1.0, (step + 1) / max(1, warmup)) * cosine
+        return min(1.0, (step + 1) / max(1, warmup)) * cosine
 
 
 def _wrong(name: str, value: object, remedy: str) -> None:

@@ -146,7 +146,10 @@ class Session:
         self, name: str, steps: int, student: Side, teacher: Side | None, mix: Mix, trained: frozenset[str]
     ) -> None:
         tapers = self.tapering.tapers if self.tapering and name == "global" else ()
-        phase = Phase(name, steps, student, teacher, self.objective, mix, self.recipe, trained, tapers)
+        recipe, rates = self.recipe, {"lr": self.recipe.lr, "gain_lr": self.recipe.gain_lr}
+        if name == "control":
+            rates = {"lr": recipe.control_lr or recipe.lr}
+        phase = Phase(name, steps, student, teacher, self.objective, mix, recipe, trained, **rates, tapers=tapers)
         phase.run(self.feed, self.snapshots, self.world, self.say)
 
     def names(self, program: Program, train: str | None = None) -> frozenset[str]:

@@ -64,6 +64,8 @@ class Phase:
     mix: Mix
     recipe: Recipe
     trained: frozenset[str]
+    lr: float
+    gain_lr: float = 1.0
     tapers: Sequence[Taper] = ()
 
     def run(self, feed: Feed, snapshots: Snapshots, world: World, say: Callable[[str], None]) -> None:
@@ -99,11 +101,12 @@ class Phase:
         for name, parameter in named:
             parameter.requires_grad_(view.origin(name) in self.trained)
         chosen = [p for _, p in named if p.requires_grad]
+        matrices, vectors = ([p for p in chosen if (p.dim() >= 2) is two] for two in (True, False))
         groups = [
-            {"params": [p for p in chosen if p.dim() >= 2], "weight_decay": self.recipe.decay},
-            {"params": [p for p in chosen if p.dim() < 2], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": self.recipe.decay, "initial_lr": self.lr},
+            {"params": vectors, "weight_decay": 0.0, "initial_lr": self.lr * self.gain_lr},
         ]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.recipe.lr, betas=(0.9, 0.95))
+        return torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95))
 
     def taper(self, step: int) -> None:
         """Set every taper's power for a step: stage by stage, linear, from the teacher to the end at `ramp`."""
@@ -116,8 +119,9 @@ class Phase:
     def step(self, step: int, optimizer: torch.optim.Optimizer, feed: Feed, world: World) -> dict[str, float]:
         """Take one optimizer step and return its losses."""
         recipe = self.recipe
+        share = recipe.share(step, self.steps)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.rate(step, self.steps)
+            group["lr"] = group["initial_lr"] * share
         torch.manual_seed(number(recipe.seed, step, world.rank))
         sums: dict[str, Tensor] = {}
         self.tokens = 0
@@ -139,7 +143,7 @@ class Phase:
             self.fail(step, batch, "the gradient")
         optimizer.step()
         optimizer.zero_grad()
-        return {name: float(value) for name, value in sums.items()} | {"lr": recipe.rate(step, self.steps)}
+        return {name: float(value) for name, value in sums.items()} | {"lr": self.lr * share}
 
     def terms(self, batch: Rows) -> dict[str, Tensor]:
         """Return the terms of the loss on one batch."""
