@@ -37,6 +37,15 @@ NORM_FREE = {"no block norms": {}, "no norms at all": {"drop_final": True}}
 TRAINED = {"tinygpt": 13_000 * 16 * 128, "tinyrope": 6_000 * 16 * 128}
 """The tokens that each model was trained on."""
 
+RATES = {
+    "post": (3e-4, 30),
+    "peri": (5e-4, 100),
+    "none": (1e-3, 10),
+    "output": (1e-3, 50),
+    "peri, back to pre": (3e-4, 30),
+}
+"""The learning rate, and how many times faster gains and biases learn: a few values tried on tinygpt, one seed."""
+
 CONTROL = 1e-4
 """The control's learning rate, the best for it of 1e-4, 2e-4, 3e-4, 5e-4 and 1e-3 on tinygpt."""
 
@@ -66,8 +75,15 @@ def one(job: dict) -> dict:
     """Run one healing and return its held-out losses."""
     torch.set_num_threads(1)
     teacher = teacher_of(job["model"], job["weights"])
-    rate = {"lr": CONTROL, "gain_lr": 1.0} if job["kind"] == "control" else {}
-    how = {**job["recipe"], **rate, "seed": job["seed"], "control": False, "held_out": job["held_out"]}
+    lr, gain_lr = RATES.get(job["kind"], RATES["none"]) if job["kind"] != "control" else (CONTROL, 1)
+    how = {
+        **job["recipe"],
+        "lr": lr,
+        "gain_lr": gain_lr,
+        "seed": job["seed"],
+        "control": False,
+        "held_out": job["held_out"],
+    }
     if job["kind"] == "control":
         losses = lnr.heal(teacher, teacher, job["text"], **how | {"losses": "task=1"}).report.losses
         return {"before": losses["teacher"]["mean"], "after": losses["healed"]["mean"]}
@@ -168,8 +184,6 @@ def _spelled(values) -> str:
 @click.option("--seeds", default=5, help="Seeds of data order and calibration.")
 @click.option("--steps", default=250, help="Optimizer steps.")
 @click.option("--batch", default=16, help="Windows of 128 bytes in a step.")
-@click.option("--lr", default=1e-3, help=f"Peak learning rate; the control's is {CONTROL}.")
-@click.option("--gain-lr", default=30.0, help="How many times faster gains and biases learn.")
 @click.option("--losses", default="task=0.5,kl=0.5,hidden=3,spread=0.1", help="The losses of the healed.")
 @click.option("--bf16", is_flag=True, help="Run under bfloat16 autocast: faster where the CPU has it.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each.")
