@@ -91,7 +91,7 @@ def main(to: tuple[str, ...], steps: int, batch: int, lr: float, threads: int, o
         for placement in to:
             student = lnr.Pipeline.parse(f"place{{to={placement}}}").run(teacher, calibrate).program
             before, started = spearman(wanted, embedded(student.module(), held)), time.perf_counter()
-            recipe = {"steps": steps, "batch": batch, "lr": lr, "decay": 0.01, "progressive": True}
+            recipe = {"steps": steps, "batch": batch, "lr": lr, "gain_lr": 1.0, "decay": 0.01, "progressive": True}
             run = out and out / f"{placement}.run"
             found = lnr.heal(teacher, student, str(Path(temporary) / "sentences.pt"), run=run, progress=_say, **recipe)
             after = spearman(wanted, embedded(found.module, held))

@@ -40,7 +40,7 @@ TRAINED = {"tinygpt": 13_000 * 16 * 128, "tinyrope": 6_000 * 16 * 128}
 RATES = {
     "post": (3e-4, 30),
     "peri": (5e-4, 100),
-    "none": (1e-3, 10),
+    "none": (1e-3, 20),
     "output": (1e-3, 50),
     "peri, back to pre": (3e-4, 30),
 }
@@ -76,17 +76,9 @@ def one(job: dict) -> dict:
     torch.set_num_threads(1)
     teacher = teacher_of(job["model"], job["weights"])
     lr, gain_lr = RATES.get(job["kind"], RATES["none"]) if job["kind"] != "control" else (CONTROL, 1)
-    how = {
-        **job["recipe"],
-        "lr": lr,
-        "gain_lr": gain_lr,
-        "seed": job["seed"],
-        "control": False,
-        "held_out": job["held_out"],
-    }
+    how = {**job["recipe"], "lr": lr, "gain_lr": gain_lr, "seed": job["seed"], "control": False}
     if job["kind"] == "control":
-        losses = lnr.heal(teacher, teacher, job["text"], **how | {"losses": "task=1"}).report.losses
-        return {"before": losses["teacher"]["mean"], "after": losses["healed"]["mean"]}
+        return measured(teacher, lnr.heal(teacher, teacher, job["text"], **how | {"losses": "task=1"}).program)
     text = TO.get(job["kind"], "place{to=none}")
     student = lnr.Pipeline.parse(text).run(teacher, demo.calibration(16, seed=job["seed"])).program
     if job["start"] == "naive":
@@ -96,8 +88,13 @@ def one(job: dict) -> dict:
     found = lnr.heal(teacher, student, job["text"], **how)
     if job["kind"] in NORM_FREE:
         norm_free_file(found.program, job)
-    losses = found.report.losses
-    return {"before": losses["converted"]["mean"], "after": losses["healed"]["mean"]}
+    return measured(student, found.program)
+
+
+def measured(before: Program, after: Program) -> dict:
+    """Return the losses on all of the held-out text, in nats per byte."""
+    text = demo.heldout_text()
+    return {"before": demo.loss(before.module(), text), "after": demo.loss(after.module(), text)}
 
 
 def norm_free_file(program: Program, job: dict) -> None:
@@ -114,10 +111,9 @@ def jobs(weights: str | None, seeds: int, folder: Path, norm_free: bool, **recip
     """List every run of the table, the long ones first."""
     from train_tinygpt import sources
 
-    training, heldout, _ = sources(Path(sysconfig.get_paths()["stdlib"]), 0)
+    training, _, _ = sources(Path(sysconfig.get_paths()["stdlib"]), 0)
     (folder / "training.txt").write_bytes(training)
-    (folder / "heldout.txt").write_bytes(heldout)
-    base = {"text": str(folder / "training.txt"), "held_out": str(folder / "heldout.txt"), "weights": weights}
+    base = {"text": str(folder / "training.txt"), "weights": weights}
     base |= {"recipe": recipe}
     found = []
     for model in ("tinygpt", *(["tinyrope"] if weights else [])):

@@ -189,12 +189,12 @@ def open_feed(data: Any, program: Program, rows: int, length: int | None, seed: 
 
 
 def held_out_of(data: str, program: Program, length: int | None, seed: int) -> list[Rows]:
-    """Read other DATA to measure on: at most `ROWS` rows of a file, or the first batches of an iterable."""
+    """Read other DATA to measure on: at most 1024 rows of a file, or the first batches of an iterable."""
     if importable(data):
         return open_feed(data, program, 8, length, seed).held_out
     wanted = program.example_inputs()
     how: dict[str, Any] = {"dynamic": program.dynamic_axes(), "byte_level": reads_bytes(program), "length": length}
-    found = load_data(data, wanted, program.tokenizer, seed, limit=ROWS // 8, **how)
+    found = load_data(data, wanted, program.tokenizer, seed, limit=1024 // 8, **how)
     for batch in found:
         check_ids(data, program.id_limits(), batch)
     return found
