@@ -47,7 +47,7 @@ RATES = {
 """The learning rate, and how many times faster gains and biases learn: a few values tried on tinygpt, one seed."""
 
 CONTROL = 1e-4
-"""The control's learning rate, the best for it of 1e-4, 2e-4, 3e-4, 5e-4 and 1e-3 on tinygpt."""
+"""The control's learning rate, the best for it of 1e-4, 2e-4, 3e-4 and 5e-4 on tinygpt."""
 
 
 def teacher_of(name: str, weights: str) -> Program:
