@@ -218,7 +218,7 @@ def explain(code: str, as_json: bool, quiet: bool, verbose: bool) -> None:
     show(json.dumps({"code": code.upper(), "title": found.title, "text": found.text}) if as_json else page(text))
 
 
-# ---- what commands share ----
+# ---- the body of convert and opt ----
 
 
 def _rewrite(

@@ -95,15 +95,21 @@ def check_ids(data: str, limits: Mapping[str, int], batch: Batch) -> None:
             raise bad(data, why, "use the model's own tokenizer")
 
 
+def batches_for(program: Any, data: str, seed: int, **how: Any) -> list[Batch]:
+    """Read DATA for a program, as `load_data` does, and check the ids against its tables."""
+    how |= {"dynamic": program.dynamic_axes(), "byte_level": reads_bytes(program)}
+    batches = load_data(data, program.example_inputs(), program.tokenizer, seed, **how)
+    for batch in batches:
+        check_ids(data, program.id_limits(), batch)
+    return batches
+
+
 def calibration_for(program: Any, data: str, seed: int = 0) -> list[Batch]:
     """Read DATA for a program and run its module on the first batch. Raises LnrewriteError LN022 where that fails.
 
     A model whose one integer input looks up a table of 256 rows, and which has no tokenizer, reads bytes.
     """
-    how: dict[str, Any] = {"dynamic": program.dynamic_axes(), "byte_level": reads_bytes(program), "limit": 64}
-    batches = load_data(data, program.example_inputs(), program.tokenizer, seed, **how)
-    for batch in batches:
-        check_ids(data, program.id_limits(), batch)
+    batches = batches_for(program, data, seed, limit=64)
     try:
         with torch.no_grad():
             program.module()(**batches[0])

@@ -192,7 +192,7 @@ def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Ten
         with path.open("rb") as stream:
             start = stream.read(16)
         if path.suffix in (".npz", ".npy"):
-            held: Any = np.load(path, allow_pickle=False)
+            held: Any = np.load(path, mmap_mode="c", allow_pickle=False)  # a long .npy stays on the disk
             held = (
                 torch.from_numpy(held) if isinstance(held, np.ndarray) else {k: torch.from_numpy(held[k]) for k in held}
             )

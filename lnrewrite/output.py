@@ -29,6 +29,15 @@ def check_parent(target: Path) -> None:
         raise LnrewriteError("LN025", str(target), "its folder is not writable", "choose another folder")
 
 
+def write_text_whole(target: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+
+    def write(temporary: str) -> None:
+        Path(temporary).write_text(text)
+
+    write_whole(target, write)
+
+
 def write_whole(target: Path, write: Callable[[str], None]) -> None:
     """Write a file beside its place and move it there: whole or not at all, whatever interrupts.
 

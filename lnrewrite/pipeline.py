@@ -108,12 +108,16 @@ class Context:
 
     def gain(self, norm: Norm) -> Any:
         """Return what a norm multiplies by: a vector [width], 1 + gamma where it is stored so; a number without one."""
-        gain = 1.0 if norm.gamma is None else self.values(norm.gamma).reshape(-1) + norm.plus_one
-        return norm.factor * gain
+        return gain_of(norm, self.values)
 
     def selected(self, expression: str | None) -> frozenset[str]:
         """Return the names of the blocks that a `blocks=` option selects; None selects all."""
         return select(self.network, expression)
+
+
+def gain_of(norm: Norm, values: Callable[[str], Any]) -> Any:
+    """Return what a norm multiplies by, given a parameter's `values`: see `Context.gain`."""
+    return norm.factor * (1.0 if norm.gamma is None else values(norm.gamma).reshape(-1) + norm.plus_one)
 
 
 class Model(Protocol):

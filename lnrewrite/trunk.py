@@ -5,6 +5,8 @@ This is the method of `place`; the identities it rests on stand in that pass's d
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -15,6 +17,19 @@ from .fitting import Fit, careful_eps, fit, metric, mix, size, spread, unit, usu
 from .pipeline import Context, Samples
 from .plan import Affine, Edit, FoldReader, Gain, Operation, Refusal, ScaleWriter, SetNorm, Value, Vectors
 from .stream import Block, Kind, Linear, Norm, Site, Stream, Where
+
+WRITABLE = {Kind.LAYER, Kind.RMS}
+"""The kinds of norm that can be put in or taken out."""
+
+
+def usual_norm(norms: Iterable[Norm], wanted: str = "auto") -> tuple[Kind, float, bool]:
+    """Return kind (or the `wanted` one), eps and whether there is a bias, as most of the norms have them."""
+    writable = [n for n in norms if n.kind in WRITABLE]
+    found = Counter(n.kind for n in writable)
+    kind = Kind(wanted) if wanted != "auto" else found.most_common(1)[0][0] if found else Kind.RMS
+    alike = [n for n in writable if n.kind is kind]
+    eps = Counter(n.eps for n in alike).most_common(1)[0][0] if alike else 1e-5 if kind is Kind.LAYER else 1e-6
+    return kind, eps or 1e-6, kind is Kind.LAYER and (not alike or any(n.beta for n in alike))
 
 
 def switches(block: Block) -> set[Where]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
 from lnrewrite.plan import Exactness, Proposal, Refusal
-from lnrewrite.stream import Block, Kind, Placement, Stream, Where
-from lnrewrite.trunk import Walk, switches
+from lnrewrite.stream import Block, Placement, Stream, Where
+from lnrewrite.trunk import WRITABLE, Walk, switches, usual_norm
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context
@@ -22,7 +21,6 @@ WANTED = {
     Placement.OUTPUT: {Where.OUT},
     Placement.NONE: set[Where](),
 }
-WRITABLE = {Kind.LAYER, Kind.RMS}
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,8 @@ class Place:
         moving = [b for b in moving if b.name not in {r.site for r in refusals}]
         if not moving:
             return Proposal((), tuple(refusals), tuple(skipped))
-        kind, eps, beta = _style(stream, self.norm)
+        norms = (site.norm for _, site in stream.sites() if site.where is not Where.INNER)
+        kind, eps, beta = usual_norm(norms, self.norm)
         walk = Walk(stream, context, {b.name: WANTED[target] for b in moving}, kind, eps, beta)
         edits = walk.edits()
         if walk.refusals:
@@ -154,12 +153,3 @@ def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
                 "LN114", block.name, "its skip is scaled by values, not by a constant", "choose pre, peri or output"
             )
     return None
-
-
-def _style(stream: Stream, norm: str) -> tuple[Kind, float, bool]:
-    """Return kind, eps and whether there is a bias, as most norms of the stream have them."""
-    found = Counter(s.norm.kind for _, s in stream.sites() if s.where is not Where.INNER and s.norm.kind in WRITABLE)
-    kind = Kind(norm) if norm != "auto" else found.most_common(1)[0][0] if found else Kind.RMS
-    alike = [s.norm for _, s in stream.sites() if s.norm.kind is kind and s.where is not Where.INNER]
-    eps = Counter(n.eps for n in alike).most_common(1)[0][0] if alike else 1e-5 if kind is Kind.LAYER else 1e-6
-    return kind, eps or 1e-6, kind is Kind.LAYER and (not alike or any(n.beta for n in alike))

@@ -402,6 +402,8 @@ def test_wrong_data_are_told_before_anything_is_trained(pair: Any, tmp_path: Pat
             lnr.heal(*pair, str(tmp_path / name), steps=2)
     with pytest.raises(lnr.LnrewriteError, match="LN022"):
         lnr.heal(*pair, {"input_ids": torch.zeros(4, 8, dtype=torch.int64)}, steps=2)
+    with pytest.raises(lnr.LnrewriteError, match="LN022.*no batches"):
+        lnr.heal(*pair, [], steps=2)
     for choice in (
         {"train": "some"},
         {"losses": "kl=x"},

@@ -10,7 +10,7 @@ import click
 
 from ..console import show, working
 from ..diagnostics import LnrewriteError
-from ..options import check_data, check_device, options, target_of
+from ..options import check_data, check_device, opened, options, target_of
 
 
 @click.command()
@@ -77,14 +77,14 @@ def heal(
     device, seed = how.pop("device"), how["seed"]
     check_device(device)
     with working(quiet, f"capturing {teacher}") as say:
-        from ..program import Program, load
+        from ..program import Program
         from .recipe import Recipe
         from .session import heal as run_it
 
         recipe = Recipe(**how, stages=tuple(stages.split(",")) if stages else (), control=not no_control)
-        first = load(teacher, **{**given, "inputs": list(given["inputs"]) or None}, seed=seed)
+        first = opened(teacher, device="cpu", seed=seed, **given)
         say(f"capturing {student}")
-        second = load(student, **{**given, "inputs": list(given["inputs"]) or None}, seed=seed)
+        second = opened(student, device="cpu", seed=seed, **given)
         assert isinstance(first, Program) and isinstance(second, Program)
         folder = run or f"{target}.run"
         places: dict[str, Any] = {"output": target, "held_out": held_out, "length": length, "run": folder}

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from torch import Tensor
 
 from ..data import (
     bad,
+    batches_for,
     check_ids,
     file_of,
     fitted,
     importable,
     imported,
-    load_data,
     named,
     reads_bytes,
     text_input,
@@ -49,6 +48,11 @@ ROWS = 256
 def number(*key: int) -> int:
     """Return a seed of 32 bits, as many as torch's generator looks at, for a seed and what it is drawn for."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest())
+
+
+def inputs_of(batch: Rows) -> Rows:
+    """Return what of a batch goes into the model: all but labels."""
+    return {n: t for n, t in batch.items() if n != LABELS}
 
 
 def chunks(rows: Rows, size: int) -> list[Rows]:
@@ -125,10 +129,9 @@ class Stream(Feed):
     def __init__(self, source: Callable[[], Iterator[Rows]], name: str) -> None:
         self.source, self.name = source, name
         self.next = 0
-
-    @cached_property
-    def held_out(self) -> list[Rows]:  # type: ignore[override]
-        return list(islice(self.source(), 8))
+        self.held_out = list(islice(source(), 8))
+        if not self.held_out:
+            raise bad(name, "it gives no batches", "give more than eight")
 
     @cached_property
     def _endless(self) -> Iterator[Rows]:
@@ -181,7 +184,9 @@ def open_feed(data: Any, program: Program, rows: int, length: int | None, seed: 
                 torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8), wanted, rows, wide, width, seed, name
             )
         return Arrays(checked(text_rows(name, path, wanted, program.tokenizer, False, width)), rows, wide, seed, name)
-    held = _tokens(path)
+    held = read_tensors(path, "LN022")
+    if isinstance(held, dict) and len(held) == 1:
+        held = next(iter(held.values()))
     if isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point() and len(limits) == 1:
         check_ids(name, limits, dict.fromkeys(limits, held))
         return Windows(held, wanted, rows, wide, width, seed, name)
@@ -192,12 +197,7 @@ def held_out_of(data: str, program: Program, length: int | None, seed: int) -> l
     """Read other DATA to measure on: at most 1024 rows of a file, or the first batches of an iterable."""
     if importable(data):
         return open_feed(data, program, 8, length, seed).held_out
-    wanted = program.example_inputs()
-    how: dict[str, Any] = {"dynamic": program.dynamic_axes(), "byte_level": reads_bytes(program), "length": length}
-    found = load_data(data, wanted, program.tokenizer, seed, limit=1024 // 8, **how)
-    for batch in found:
-        check_ids(data, program.id_limits(), batch)
-    return found
+    return batches_for(program, data, seed, length=length, limit=1024 // 8)
 
 
 def _walk(data: Any, checked: Callable[[Any], Rows]) -> Callable[[], Iterator[Rows]]:
@@ -209,17 +209,3 @@ def _walk(data: Any, checked: Callable[[Any], Rows]) -> Callable[[], Iterator[Ro
     if isinstance(data, Iterator):
         data = list(data)
     return lambda: map(checked, data() if callable(data) else data)
-
-
-def _tokens(path: Path) -> Any:
-    """Read a file of arrays; a long .npy of tokens stays on the disk."""
-    import numpy as np
-
-    if path.suffix == ".npy":
-        try:
-            found = np.load(path, mmap_mode="c", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise bad(str(path), f"it cannot be read: {error}", "check the file") from error
-        return torch.from_numpy(found)
-    held = read_tensors(path, "LN022")
-    return next(iter(held.values())) if isinstance(held, dict) and len(held) == 1 else held

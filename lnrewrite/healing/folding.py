@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..pipeline import gain_of
 from ..plan import Affine, Edit, FoldReader, Operation, Proposal, SetNorm, Vectors
 from ..program import Program
 from ..stream import Block, Norm, Site, Stream, Where, sums
@@ -115,7 +116,7 @@ class _Ending:
 
     def constant(self, norm: Norm, rho: float) -> tuple[Any, Any]:
         """Return scale and shift of a norm with the constant size rho: gamma / rho, beta."""
-        gain = 1.0 if norm.gamma is None else self.program.values(norm.gamma).reshape(-1) + norm.plus_one
+        gain = gain_of(norm, self.program.values)
         scale = np.array(np.broadcast_to(gain / rho, (self.stream.width,)))
         shift = None if norm.beta is None else self.vectors.add(np.array(self.program.values(norm.beta).reshape(-1)))
         return self.vectors.add(scale), shift

@@ -16,7 +16,7 @@ from ..diagnostics import LnrewriteError, UsageError, did_you_mean
 from ..program import Program
 from ..stream import Kind
 from ..verifying import logits
-from .feed import LABELS, Rows
+from .feed import LABELS, Rows, inputs_of
 from .view import Seen
 
 IGNORED = -100
@@ -180,10 +180,8 @@ def _causal(program: Program, example: Rows) -> str:
     name = names[0]
     other = dict(example) | {name: example[name].clone()}
     other[name][:, -1] = (other[name][:, -1] + 1) % limits[name]
-    other.pop(LABELS, None)
-    plain = {n: t for n, t in example.items() if n != LABELS}
     with torch.no_grad():
-        one, two = (logits(program.module()(**batch)) for batch in (plain, other))
+        one, two = (logits(program.module()(**inputs_of(batch))) for batch in (example, other))
     if one is None or two is None or one.shape[:2] != example[name].shape or one.shape[-1] < limits[name]:
         return ""
     return name if torch.allclose(one[:, :-1], two[:, :-1], atol=1e-4) and not torch.equal(one, two) else ""
@@ -201,7 +199,7 @@ def losses_of(
     with torch.no_grad():
         for rows in batches:
             batch = {n: t.to(device) for n, t in rows.items()}
-            inputs = {n: t for n, t in batch.items() if n != LABELS}
+            inputs = inputs_of(batch)
             out = module(**inputs)
             if objective.has_task(batch):
                 found.append(objective.rows(out, batch))

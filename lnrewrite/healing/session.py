@@ -18,17 +18,18 @@ from torch import nn
 from ..backends.capture import evaluating
 from ..backends.captured import CapturedModule, stored
 from ..diagnostics import LnrewriteError, UsageError
-from ..output import write_whole
+from ..output import write_text_whole
 from ..program import Program, capture
-from ..trunk import switches
+from ..stream import Where
+from ..trunk import switches, usual_norm
 from ..verifying import drift
-from .feed import LABELS, Feed, Rows, held_out_of, open_feed
+from .feed import Feed, Rows, held_out_of, inputs_of, open_feed
 from .folding import fold, unfoldable
 from .losses import Mix, Objective, losses_of
 from .outcome import Outcome, picture
 from .recipe import TRAINED, Recipe
 from .snapshots import Snapshots
-from .tapers import Tapering, style_of
+from .tapers import Tapering
 from .training import Phase, Side
 from .view import View
 from .world import World
@@ -82,8 +83,9 @@ class Session:
         if not (self.recipe.progressive or self.recipe.drop_final):
             return None
         wanted = {b.name: frozenset(switches(b)) for b in self.student.network.blocks}
-        batches = [inputs_of(self.feed.batch(i), self.world) for i in range(8)]
-        start, style = self.teacher if self.recipe.progressive else self.student, style_of(self.student)
+        batches = [inputs_of(self.world.here(self.feed.batch(i))) for i in range(8)]
+        start = self.teacher if self.recipe.progressive else self.student
+        style = usual_norm(x.norm for s in self.student.network.streams for _, x in s.sites() if x.where != Where.INNER)
         found = Tapering(start, wanted, batches, style, self.recipe.stages, self.recipe.drop_final)
         if self.recipe.drop_final and (held := [w for s in found.program.network.streams for w in unfoldable(s)]):
             why = f"the final norm cannot be folded away: {', '.join(held)}"
@@ -173,7 +175,7 @@ class Session:
         self, healed: Program, losses: Mapping[str, Mapping[str, float]], trained: Mapping[str, Any], seconds: float
     ) -> Outcome:
         task = self.objective.has_task(self.measured[0])
-        rows = [inputs_of(batch, self.world) for batch in self.measured]
+        rows = [inputs_of(batch) for batch in self.measured]
         log = self.snapshots.rows()
         notes = []
         if not task:
@@ -199,7 +201,7 @@ class Session:
         """Write the picture of the losses beside the log."""
         if self.world.first:
             page = picture(log, "lnrewrite heal: loss of the training batches")
-            write_whole(self.snapshots.folder / "loss.html", lambda t: (Path(t).write_text(page), None)[1])
+            write_text_whole(self.snapshots.folder / "loss.html", page)
 
 
 def heal(
@@ -244,7 +246,7 @@ def heal(
         check_pair(first, second)
         feed = open_feed(data, first, rows, length, plan.seed)
         measured = held_out_of(held_out, first, length, plan.seed) if held_out else feed.held_out
-        measured = [{n: t.to(world.device) for n, t in batch.items()} for batch in measured]
+        measured = [world.here(batch) for batch in measured]
         asked: dict[str, Any] = {**asdict(plan), "length": length, "held_out": held_out, "processes": world.size}
         asked |= {"data": data if isinstance(data, str) else "given", "student": _digest(second)}
         folder = run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
@@ -271,11 +273,6 @@ def seen(model: Program | nn.Module, kwargs: Mapping[str, Any] | None, world: Wo
 
 def _digest(program: Program) -> str:
     return hashlib.sha256(str(program.stream).encode()).hexdigest()[:16]
-
-
-def inputs_of(batch: Rows, world: World) -> Rows:
-    """Return a batch's inputs, without labels, on this process's device."""
-    return {n: t.to(world.device) for n, t in batch.items() if n != LABELS}
 
 
 def check_pair(teacher: Program, student: Program) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from ..diagnostics import LnrewriteError
-from ..output import write_whole
+from ..output import write_text_whole
 from .world import World
 
 CHECKPOINT = re.compile(r"\.?(local|global|control)-\d{6}")
@@ -53,7 +53,7 @@ class Snapshots:
             self._make()
             self._clear()
             (folder / "log.jsonl").unlink(missing_ok=True)
-            self._write(held, text)
+            write_text_whole(held, text)
         world.wait()
 
     def save(self, phase: str, step: int, view: nn.Module, optimizer: Optimizer) -> None:
@@ -143,6 +143,3 @@ class Snapshots:
             raise LnrewriteError(
                 "LN025", str(self.folder), str(error.strerror), "choose another place (--run)"
             ) from error
-
-    def _write(self, path: Path, text: str) -> None:
-        write_whole(path, lambda temporary: (Path(temporary).write_text(text), None)[1])

@@ -15,7 +15,6 @@ Source: the identities B.9 in `place`; for the schedule FakeLN (arXiv 2409.13710
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +29,7 @@ from ..plan import Edit, Operation, Proposal, SetNorm, Vectors
 from ..program import Program
 from ..selecting import select
 from ..stream import Block, Kind, Norm, Site, Stream, Where, sums
-from ..trunk import switches
+from ..trunk import WRITABLE, switches
 
 VALUES = "values"
 PLACES = frozenset({VALUES, *Where})
@@ -206,21 +205,10 @@ class Tapering:
         return len(self.stages) if self.stages else 0
 
 
-def style_of(student: Program) -> tuple[Kind, float, bool]:
-    """Return kind, eps and whether there is a bias, as most norms at the edges of the student's blocks have them."""
-    norms = [x.norm for b in student.network.blocks for x in b.sites if x.where in (Where.IN, Where.OUT, Where.POST)]
-    found = Counter((n.kind, n.eps) for n in norms if n.kind in (Kind.LAYER, Kind.RMS))
-    if not found:
-        return Kind.RMS, 1e-6, False
-    kind = Counter(n.kind for n in norms if n.kind in (Kind.LAYER, Kind.RMS)).most_common(1)[0][0]
-    eps = next(eps for (other, eps), _ in found.most_common() if other is kind)
-    return kind, eps or 1e-6, any(n.beta for n in norms if n.kind is kind)
-
-
 def _taper(name: str, site: Site, values: Any, going: bool) -> Taper:
     """Return the taper that stands for a norm wherever it is read."""
     norm = site.norm
-    if norm.kind not in (Kind.LAYER, Kind.RMS) or norm.computed or norm.over or norm.factor != 1.0 or site.modulated:
+    if norm.kind not in WRITABLE or norm.computed or norm.over or norm.factor != 1.0 or site.modulated:
         remedy = "heal without --progressive, or leave the block out of the conversion"
         raise LnrewriteError("LN602", name, "its norm is not a plain layer or rms norm", remedy)
     return Taper(name, site.origin[0], site.origin[-1], norm, _typical(norm.kind, values), going)

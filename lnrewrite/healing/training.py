@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..calibration import flat_inputs
 from ..diagnostics import LnrewriteError
 from ..program import Program
-from .feed import LABELS, Feed, Rows, number
+from .feed import Feed, Rows, inputs_of, number
 from .losses import Mix, Objective
 from .recipe import Recipe
 from .snapshots import Snapshots
@@ -48,7 +48,7 @@ class Side:
 
     def run(self, batch: Rows) -> Seen:
         """Run the view on a batch."""
-        found: Seen = self.view(*flat_inputs(self.program.module(), {n: t for n, t in batch.items() if n != LABELS}))
+        found: Seen = self.view(*flat_inputs(self.program.module(), inputs_of(batch)))
         return found
 
 
@@ -83,8 +83,8 @@ class Phase:
                 self.taper(step)
                 row = self.step(step, optimizer, feed, world)
                 step += 1
-                speed = clock.tick(self.tokens)
-                snapshots.log({"phase": self.name, "step": step, **row, "tokens": self.tokens, **speed})
+                speed = clock.tick(int(row["tokens"]))
+                snapshots.log({"phase": self.name, "step": step, **row, **speed})
                 if clock.due():
                     say(f"{self.name} {step}/{self.steps}  loss {row['loss']:.4f}  {_spell(**speed)}")
                 halted = world.any(stopped())
@@ -123,27 +123,26 @@ class Phase:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * share
         torch.manual_seed(number(recipe.seed, step, world.rank))
-        sums: dict[str, Tensor] = {}
-        self.tokens = 0
+        means, tokens = torch.zeros(()), 0
         for micro in range(recipe.accumulate):
             batch = feed.batch(step * recipe.accumulate + micro)
-            self.tokens += max(t[..., 0].numel() if t.is_floating_point() else t.numel() for t in batch.values())
+            tokens += max(t[..., 0].numel() if t.is_floating_point() else t.numel() for t in batch.values())
             batch = world.share(batch)
             terms = self.terms(batch)
             total = torch.stack([getattr(self.mix, name) * value for name, value in terms.items()]).sum()
-            loss = world.mean(total.detach())
-            if not torch.isfinite(loss):
+            seen = world.mean(torch.stack([total, *terms.values()]).detach())
+            if not torch.isfinite(seen[0]):
                 self.fail(step, batch, "the loss")
             (total / recipe.accumulate).backward()
-            for name, value in {"loss": total, **terms}.items():
-                sums[name] = sums.get(name, torch.zeros(())) + world.mean(value.detach()).cpu() / recipe.accumulate
+            means = means + seen.cpu() / recipe.accumulate
         norm = nn.utils.clip_grad_norm_(self.student.view.parameters(), recipe.clip)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not torch.isfinite(norm):
             self.fail(step, batch, "the gradient")
         optimizer.step()
         optimizer.zero_grad()
-        return {name: float(value) for name, value in sums.items()} | {"lr": self.lr * share}
+        named = zip(("loss", *terms), means.tolist(), strict=True)
+        return {**dict(named), "lr": self.lr * share, "tokens": tokens}
 
     def terms(self, batch: Rows) -> dict[str, Tensor]:
         """Return the terms of the loss on one batch."""

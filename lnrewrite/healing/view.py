@@ -65,21 +65,19 @@ class View(nn.Module):
         copies: dict[fx.Node, fx.Node] = {}
         self._result = graph.graph_copy(module.graph, copies)
         named = {old.name: new for old, new in copies.items()}
-        self._sums = {g[-1].name: named[g[-1].anchor.total] for s in network.streams for g in sums(s)}
-        stand = {n: named[root] for n, root in program.graph.alias.items() if n in named and root in named}
-        copies_of = {named[n]: root for n, root in stand.items()}
-        self._spreads = [_insert(graph, named, copies_of, taper, i) for i, taper in enumerate(tapers)]
+        self._sums = {named[g[-1].anchor.total]: g[-1].name for s in network.streams for g in sums(s)}
+        repeats = {named[n]: named[r] for n, r in program.graph.alias.items() if n in named and r in named}
+        self._spreads = [_insert(graph, named, repeats, taper, i) for i, taper in enumerate(tapers)]
         self._inputs = [n for n in graph.nodes if n.op == "placeholder"]
         self._held: dict[str, str] = {}
         first = {id(p): name for name, p in module.named_parameters()}
         self._named = {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
-        self._parts, bodies = _cut(self, module, graph, set(self._sums.values()))
+        self._parts, bodies = _cut(self, module, graph, set(self._sums))
         self.parts = nn.ModuleList(Part(body) for body in bodies)
 
     def forward(self, *inputs: Any) -> Seen:
         """Run on the flat inputs of the captured graph."""
         values: dict[fx.Node, Any] = dict(zip(self._inputs, inputs, strict=True))
-        ends = {node: name for name, node in self._sums.items()}
         states: dict[str, Tensor] = {}
         for part, module in zip(self._parts, self.parts, strict=True):
             given = [self._shared(n) if n.op == "get_attr" else values[n] for n in part.reads]
@@ -87,8 +85,8 @@ class View(nn.Module):
             made = checkpoint(module, *given, use_reentrant=False) if kept else module(*given)
             values.update(zip(part.makes, made, strict=True))
             for node in part.makes:
-                if node in ends:
-                    states[ends[node]] = values[node]
+                if node in self._sums:
+                    states[self._sums[node]] = values[node]
                     if self.detached:
                         values[node] = values[node].detach()
             for node in part.drops:
@@ -143,7 +141,7 @@ def _cut(
         if node not in alone:
             _register(view, str(node.target), _tensor(module, node))
     last = {n: max(r, default=-1) for n, r in readers.items()}
-    wanted = set(view._sums.values()) | set(view._spreads)
+    wanted = set(view._sums) | set(view._spreads)
     fx.node.map_arg(view._result, lambda n: wanted.add(n))
     found, modules = [], []
     for index, part in enumerate(parts):

@@ -79,9 +79,13 @@ class World:
         """Say whether the flag is up in any process."""
         return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
 
+    def here(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch on this process's device."""
+        return {n: t.to(self.device) for n, t in batch.items()}
+
     def share(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this process's rows of a batch, on its device."""
-        return {n: t[self.rank :: self.size].to(self.device) for n, t in batch.items()}
+        return self.here({n: t[self.rank :: self.size] for n, t in batch.items()})
 
     def shard(self, view: View, module: CapturedModule) -> None:
         """Shard a view part by part, and free the whole tensors that it came from."""
