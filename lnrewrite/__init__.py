@@ -55,7 +55,9 @@ __all__ = [
     "explain",
     "heal",
     "load",
+    "norm_add_norm",
     "rewrite",
+    "session",
     "unrewrite",
     "verify",
 ]
@@ -64,10 +66,12 @@ if TYPE_CHECKING:
     from .benching import bench
     from .diagnostics import LnrewriteError, Refused, UsageError, explain
     from .healing.session import heal
+    from .kernels.torch_op import norm_add_norm
     from .live import rewrite, unrewrite
     from .onnx_program import OnnxProgram
     from .pipeline import Pipeline, Result
     from .program import Program, capture, convert, load
+    from .sessions import session
     from .verifying import verify
 
 _HOME = {
@@ -84,7 +88,9 @@ _HOME = {
     "convert": "program",
     "heal": "healing.session",
     "load": "program",
+    "norm_add_norm": "kernels.torch_op",
     "rewrite": "live",
+    "session": "sessions",
     "unrewrite": "live",
     "verify": "verifying",
 }

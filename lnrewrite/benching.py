@@ -21,11 +21,12 @@ import onnxruntime
 from .backends.onnx_file import read
 from .backends.onnx_inputs import dynamic_axes
 from .backends.onnx_run import OnnxModule
-from .diagnostics import LnrewriteError, unknown
+from .diagnostics import LnrewriteError
 from .forms import Format, identify
+from .kernels.library import register
 from .onnx_program import OnnxProgram
+from .sessions import PROVIDERS, check_target, does_not_run, holds_operators
 
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 WARM = 2
 Run = Callable[[], object]
 
@@ -58,14 +59,11 @@ def bench(
     CPU, for one operator. inputs: as `lnrewrite.load` takes them, for all models alike, in the types that each
     declares; made up from the first model where None. Each of `rounds` times every model `runs` times.
     Raises LnrewriteError LN520 where a model is no ONNX file, does not take the first one's inputs, or does not load or
-    run on the target; LN022 where `inputs` are not the first model's; LN015, LN030, LN031 where a file is broken.
+    run on the target, LN530 where kernels that it needs are not built; LN022 where `inputs` are not the first model's;
+    LN015, LN030, LN031 where a file is broken.
     """
-    if target not in PROVIDERS:
-        unknown("LN003", "target", target, PROVIDERS)
+    check_target(target)
     say = progress or (lambda message: None)
-    if PROVIDERS[target] not in onnxruntime.get_available_providers():
-        why = f"this onnxruntime has no {PROVIDERS[target]}"
-        raise LnrewriteError("LN520", f"target {target}", why, "pip install lnrewrite[gpu] on a machine with a GPU")
     timed = _opened(models, inputs, seed)
     order = random.Random(seed)
     times: list[list[float]] = [[] for _ in timed]
@@ -129,14 +127,13 @@ def _session(model: Timed, target: str, threads: int) -> Run:
     options = _options(model, target, threads)
     try:
         if target == "cpu":
-            session = onnxruntime.InferenceSession(model.path, options, providers=["CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(model.path, options, providers=[PROVIDERS["cpu"]])
             run: Run = lambda: session.run(None, model.feed)  # noqa: E731
         else:
             run = _on_cuda(model, options)
         run()
     except Exception as why:  # ONNX Runtime has no common base class of its errors
-        text = f"it does not run: {str(why) or type(why).__name__}"
-        raise LnrewriteError("LN520", f"model {model.name!r}", text, "see `lnrewrite explain LN520`") from why
+        raise does_not_run(model.name, why) from why
     return run
 
 
@@ -145,6 +142,7 @@ def _options(model: Timed, target: str, threads: int) -> onnxruntime.SessionOpti
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 4
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    register(options, needed_by=model.name if holds_operators(model.path) else None)
     if target == "cuda":
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         for name, size in model.sizes.items():  # a CUDA graph has one shape; free ones are computed on the CPU
@@ -154,7 +152,7 @@ def _options(model: Timed, target: str, threads: int) -> onnxruntime.SessionOpti
 
 def _on_cuda(model: Timed, options: onnxruntime.SessionOptions) -> Run:
     """Return what replays a model's CUDA graph on inputs and outputs that stay on the device, and waits for it."""
-    provider = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
+    provider = [(PROVIDERS["cuda"], {"enable_cuda_graph": "1"})]
     session = onnxruntime.InferenceSession(model.path, options, providers=provider, enable_fallback=0)
     binding = session.io_binding()
     for name, value in model.feed.items():

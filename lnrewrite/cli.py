@@ -104,7 +104,7 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.")
 @click.option("--opset", type=int, metavar="N", help="The operator set; default 18, or the ONNX file's own.")
 @click.option("--optimize", metavar="MODE", help="auto or none: fuse the rest too; default auto for cpu, cuda.")
-@click.option("--fuse", default="ops", show_default=True, help="ops: operators that ONNX Runtime has.")
+@click.option("--fuse", default="ops", show_default=True, help="ops: what ONNX Runtime has; custom: lnrewrite's too.")
 @click.option("--no-verify", is_flag=True, help="Do not run the file against the model. Nothing proves it then.")
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
 @options(model=True)
@@ -112,9 +112,7 @@ def export(
     model: str, output: str, force: bool, no_verify: bool, as_json: bool, quiet: bool, verbose: bool, **how: Any
 ) -> None:
     """Write ONNX with the norm forms that a target runs best, and say why each was chosen."""
-    wanted = {name: how.pop(name) for name in ("target", "dtype", "opset", "optimize")}
-    if (fuse := how.pop("fuse")) != "ops":
-        unknown("LN003", "--fuse", fuse, ["ops"])
+    wanted = {name: how.pop(name) for name in ("target", "dtype", "opset", "optimize", "fuse")}
     target = target_of(output, force, default=".onnx")
     if target.suffix != ".onnx":
         raise UsageError("LN025", output, "export writes ONNX", "name an .onnx file")
@@ -184,6 +182,28 @@ def bench(models: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **
         how["inputs"] = list(how["inputs"]) or None
         found = timed(models, progress=say, **how)
     show(json.dumps(found) if as_json else timings(found))
+
+
+@main.group()
+def kernels() -> None:
+    """Build lnrewrite's own operators for ONNX Runtime (export --fuse custom)."""
+
+
+@kernels.command()
+@click.option("-o", "--output", metavar="FILE", help="The library; default: where sessions look for it.")
+@click.option("--cuda/--no-cuda", default=None, help="With or without CUDA; default: with it where nvcc is found.")
+@options()
+def build(output: str | None, cuda: bool | None, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Compile the library of operators with the C++ compiler, and nvcc, that are here."""
+    with working(quiet, "compiling") as say:
+        from .kernels.building import build as compiled
+
+        found = compiled(output, cuda=cuda, progress=say)
+    row = {"library": str(found.library), "compiler": found.compiler, "nvcc": found.nvcc}
+    if as_json:
+        show(json.dumps(row))
+    elif not quiet:
+        show(f"{found.library}\nfor the CPU, " + (f"and for CUDA by {found.nvcc}" if found.nvcc else "not for CUDA"))
 
 
 @main.command()

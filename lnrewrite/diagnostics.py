@@ -371,7 +371,21 @@ page(
 )
 page("LN502", "precision", "The model holds values or operators that the dtype that was asked for does not take.")
 page("LN503", "target", "What was asked for cannot be written: the message says which form, dtype or opset is lacking.")
-page("LN520", "bench", "A model does not load or run on the target, so that no time can be given.")
+page("LN520", "session", "ONNX Runtime does not load or run a model on the target; bench can give no time for it.")
+page(
+    "LN530",
+    "kernels",
+    """A model holds operators of lnrewrite (it was exported with --fuse custom), and the library of their kernels is
+     not built here, or does not load. `lnrewrite kernels build` makes it, with a C++ compiler and, where there is
+     nvcc, for CUDA; LNREWRITE_KERNELS may name the file. Without it plain ONNX Runtime still runs such a model, by the
+     definitions that it brings along: the numbers are the same, the speed is not.""",
+)
+page(
+    "LN531",
+    "kernels not built",
+    """The library of kernels could not be compiled: no C++17 compiler was found (g++, clang++, or what CXX names), nvcc
+     was asked for and is not there (CUDA_HOME names its folder), or one of them failed, as the message says.""",
+)
 # LN6xx: healing
 page(
     "LN601",

@@ -24,10 +24,13 @@ from .backends.onnx_run import OnnxModule
 from .detect.blocks import detect
 from .detect.naming import norm_names
 from .detect.norms import find_norms
-from .diagnostics import LnrewriteError, unknown
+from .diagnostics import LnrewriteError, UsageError, unknown
+from .kernels.library import find
 from .output import check_output
 from .plan import Exactness
 from .report import Form, Report
+from .sessions import holds_operators
+from .targets.boundaries import fuse_norm_add_norm
 from .targets.forms import lower, split
 from .targets.precision import lower_precision
 from .targets.rest import FOR, optimise
@@ -41,6 +44,9 @@ TOLERANCE = {"fp32": FILE, "fp16": 2e-2, "bf16": 1e-1}
 """The largest error, relative to the source's largest output, that a written model may show."""
 
 
+NEEDED = "sessions need `lnrewrite kernels build` first, which was not done here: the proof is of its definitions"
+
+
 def export(
     program: Any,
     path: str | os.PathLike[str],
@@ -49,6 +55,7 @@ def export(
     dtype: str = "fp32",
     opset: int | None = None,
     optimize: str | None = None,
+    fuse: str = "ops",
     verify: bool = True,
     force: bool = True,
     progress: Callable[[str], None] | None = None,
@@ -56,16 +63,21 @@ def export(
     """Write a program as ONNX for a target and return the report, with a row for every norm.
 
     target: cpu, cuda, tensorrt or generic. dtype: fp32, fp16 or bf16. opset: None takes 18, or the file's own.
-    optimize: auto lets libraries fuse the rest of the graph, none leaves it; None is auto for cpu, cuda. verify: run
-    the file against the program at two batch sizes and two lengths. Raises LnrewriteError LN025 (path), LN403 (proof
-    failed, nothing is kept), LN501 (no translation), LN502 (precision), UsageError LN003 for an unknown word.
+    optimize: auto lets libraries fuse the rest of the graph, none leaves it; None is auto for cpu, cuda. fuse: ops
+    takes operators that ONNX Runtime has, custom (cpu and cuda) writes norm, add and norm as lnrewrite's own. verify:
+    run the file against the program at two batch sizes and two lengths. Raises LnrewriteError LN025 (path), LN403
+    (proof failed, nothing is kept), LN501 (no translation), LN502 (precision), UsageError LN003 for an unknown word.
     """
     optimize = optimize or ("auto" if target in FOR else "none")
     for noun, word, known in (
         ("target", target, TARGETS), ("dtype", dtype, TOLERANCE), ("optimize", optimize, ("auto", "none")),
+        ("fuse", fuse, ("ops", "custom")),
     ):  # fmt: skip
         if word not in known:
             unknown("LN003", noun, word, known)
+    if fuse == "custom" and not TARGETS[target].contrib:
+        why = "lnrewrite's operators are for ONNX Runtime"
+        raise UsageError("LN003", f"fuse custom, target {target}", why, "give the target cpu or cuda")
     say = progress or (lambda message: None)
     output = check_output(path, force)
     bound = TOLERANCE["fp16" if held_in_half(program) and dtype == "fp32" else dtype]
@@ -78,7 +90,12 @@ def export(
     if dtype != "fp32":
         notes += lower_precision(model, dtype)
     say(f"choosing norm forms for {target}")
-    rows = [Form(row.site, row.form, row.why) for row in lower(model, TARGETS[target], version("onnxruntime"))]
+    chosen = fuse_norm_add_norm(model) if fuse == "custom" else []
+    chosen += lower(model, TARGETS[target], version("onnxruntime"))
+    rows = [Form(row.site, row.form, row.why) for row in chosen]
+    if operators := ", ".join(sorted(function.name for function in model.functions.values())):
+        stamp(model, operators=operators)
+        notes.append(NEEDED if find() is None else f"it is proved with the kernels of {operators} that are built here")
     if target == "cuda" and (lacking := off_cuda(model)):
         notes.append(f"ONNX Runtime has no CUDA kernel for {lacking}: they run on the CPU, copies around them")
     stamp(model, version=__version__, target=target, dtype=dtype)
@@ -178,11 +195,16 @@ def apart(work: Callable[[], dict[str, Any]], large: bool) -> dict[str, Any]:
 
 
 def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, Any]:
-    """Run a written file against its program; return the object of `verify --json`, or raise LN403."""
+    """Run a written file against its program; return the object of `verify --json`, or raise LN403.
+
+    A file with operators of lnrewrite is run by its definitions, and where the kernels are built by them too.
+    """
     remedy = "see `lnrewrite explain LN403`"
     try:
-        module = runnable(read(file, str(output)))
-        found = proof(program, module, bound) | {"dtype": module.precision}
+        forms = (True, False) if find() is not None and holds_operators(file) else (True,)
+        modules = [runnable(read(file, str(output), inline)) for inline in forms]
+        proofs = [proof(program, module, bound) | {"dtype": module.precision} for module in modules]
+        found = max(proofs, key=lambda row: float(row["max_rel"]))
     except LnrewriteError as error:
         raise LnrewriteError("LN403", str(output), error.why, remedy) from error
     if found["verdict"] == "different":

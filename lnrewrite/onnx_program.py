@@ -23,11 +23,13 @@ from .backends.onnx_run import OnnxModule
 from .backends.surgery import Surgery
 from .diagnostics import LnrewriteError
 from .inputs import parse_inputs
+from .kernels.library import find
 from .opgraph import OpGraph
 from .output import check_output
 from .pipeline import Batch
 from .plan import Proposal
 from .seen import Seen
+from .sessions import holds_operators
 from .stream import Stream
 from .targets.forms import lower, split
 from .targets.table import TARGETS
@@ -43,6 +45,8 @@ class OnnxProgram(Seen):
     """
 
     format, tokenizer = "onnx", None
+    kernels: OnnxModule | None = None
+    """The file run by lnrewrite's kernels, where it holds operators of it and they are built."""
 
     def __init__(
         self,
@@ -60,9 +64,12 @@ class OnnxProgram(Seen):
         """Read a file, `name` in errors. inputs: as `lnrewrite.load` takes them; None makes them up when needed."""
         model = read(path, name)
         LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
+        held = find() is not None and holds_operators(path)
         plain = any(n.op_type == "SimplifiedLayerNormalization" for n in model.graph)
         style = "cuda" if split(model) else "as it is" if plain else "generic"
-        return cls(model, style=style, given=_named(model, inputs, seed))
+        program = cls(model, style=style, given=_named(model, inputs, seed))
+        program.kernels = OnnxModule(read(path, name, inline=False)) if held else None
+        return program
 
     def _lift(self) -> OpGraph:
         return lift(self.model)

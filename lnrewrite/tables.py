@@ -185,9 +185,11 @@ def one_pass(row: Mapping[str, Any]) -> str:
 def comparison(found: Mapping[str, Any]) -> str:
     """Return the object of `verify` in words."""
     shapes = ", ".join(str(s) for s in found["shapes_tried"])
+    kernels = found.get("kernels")
+    more = f"\nlnrewrite's kernels: {kernels['verdict']}, relative {kernels['max_rel']:.3g}" if kernels else ""
     return (
         f"{found['verdict']}: max |a - b| = {found['max_abs']:.3g}, relative {found['max_rel']:.3g}, "
-        f"cosine {found['cosine']:.9g}\nin {found['dtype']}, on inputs of shape {shapes}"
+        f"cosine {found['cosine']:.9g}\nin {found['dtype']}, on inputs of shape {shapes}{more}"
     )
 
 

@@ -29,6 +29,9 @@ TOLERANCE = {
 ACROSS = 2e-5
 """The largest relative error between a model of torch and its ONNX form, whose constants are rounded to float32."""
 
+HALF = 2e-2
+"""The largest relative error between two ways to compute a model in float16 or bfloat16."""
+
 
 class Float64(torch.overrides.TorchFunctionMode):
     """Let casts to lower precision inside a model go to float64 instead: libraries cast inside norms and softmax."""
@@ -52,10 +55,11 @@ def verify(
 
     a, b: programs or modules (a module needs `inputs`: batches of keyword inputs), of torch or ONNX: outputs are
     compared in order. tolerance: an exactness class or a relative error; None means algebraic, or `ACROSS` between
-    torch and ONNX, where constants were rounded to float32. Returns the object of `verify --json`: verdict `equal` (bit
-    by bit), `within` (the tolerance) or `different`, max_abs, max_rel (max |a - b| / max |a|), cosine, shapes_tried,
-    dtype (float32 where ONNX Runtime lacks a kernel for float64). Raises LnrewriteError LN402 where the two cannot be
-    compared.
+    torch and ONNX, where constants were rounded to float32. A file with operators of lnrewrite is compared by their
+    definitions; where their kernels are built, `kernels` says how far those are from them, as written. Returns the
+    object of `verify --json`: verdict `equal` (bit by bit), `within` (the tolerance) or `different`, max_abs, max_rel
+    (max |a - b| / max |a|), cosine, shapes_tried, dtype (float32 where ONNX Runtime lacks a kernel for float64). Raises
+    LnrewriteError LN402 where the two cannot be compared.
     """
     check_tolerance(tolerance)
     batches = list(inputs) if inputs is not None else _batches(a, seed)
@@ -63,7 +67,14 @@ def verify(
     narrow = "float32" in (_precision(first), _precision(second))
     same = isinstance(first, fx.GraphModule) == isinstance(second, fx.GraphModule)
     bound = check_tolerance(tolerance if tolerance is not None or (same and not narrow) else ACROSS)
-    return _compared(first, second, batches, bound, "float32" if narrow else "float64")
+    found = _compared(first, second, batches, bound, "float32" if narrow else "float64")
+    for program in (a, b):
+        if (kernels := getattr(program, "kernels", None)) is not None:
+            allowed = HALF if kernels.in_half else ACROSS
+            found["kernels"] = _compared(program.module(), kernels, batches, allowed, "as written")
+            if found["kernels"]["verdict"] == "different":
+                found["verdict"] = "different"
+    return found
 
 
 def proof(program: Any, candidate: torch.nn.Module, bound: float, seed: int = 0) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def level(module: str) -> int:
         return 0
     if name in CORE:
         return 1
-    return {"detect": 2, "backends": 3, "targets": 4, "cli": 6}.get(name, 5)
+    return {"detect": 2, "kernels": 3, "backends": 3, "targets": 4, "cli": 6}.get(name, 5)
 
 
 def module_of(path: Path) -> str:

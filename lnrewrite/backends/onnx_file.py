@@ -18,14 +18,17 @@ from ..diagnostics import LnrewriteError
 OLDEST = 11
 ONE_FILE = 3 << 29
 """Weights of more bytes than this go into a file of their own: a protobuf ends at 2 GiB."""
+OPERATORS = "lnrewrite.operators"
+"""The key under which a file names the operators of lnrewrite that it holds."""
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
 
 
-def read(path: Path, name: str) -> ir.Model:
+def read(path: Path, name: str, inline: bool = True) -> ir.Model:
     """Read an ONNX file, external data mapped and not loaded, functions inlined, nodes in topological order.
 
-    `name` is what the user calls it. Raises LnrewriteError LN015 (cut off), LN027 (opset), LN030 (breaks ONNX's rules),
-    LN031 (external data missing, too short, or outside the model's folder).
+    `name` is what the user calls it. inline: False keeps functions, for whose operators there may be kernels. Raises
+    LnrewriteError LN015 (cut off), LN027 (opset), LN030 (breaks ONNX's rules), LN031 (external data missing, too short,
+    or outside the model's folder).
     """
     proto = onnx.ModelProto()
     try:
@@ -41,8 +44,9 @@ def read(path: Path, name: str) -> ir.Model:
     try:
         model = ir.serde.deserialize_model(proto)
         ir.external_data.set_base_dir(model.graph, path.resolve().parent)
-        if model.functions:
+        if model.functions and inline:
             InlinePass()(model)
+            model.metadata_props.pop(OPERATORS, None)
         TopologicalSortPass()(model)
     except Exception as why:  # whatever a file that breaks a rule leads the library to
         raise check.invalid(f"{type(why).__name__}: {why}") from why

@@ -70,7 +70,7 @@ def _apart(graph: ir.Graph, node: ir.Node) -> None:
 
     def plus(a: ir.Value, b: ir.Value) -> ir.Value:
         made.append(ir.node("Add", [a, b]))
-        _like(made[-1].outputs[0], node.outputs[0])
+        like(made[-1].outputs[0], node.outputs[0])
         return made[-1].outputs[0]
 
     if bias is not None:  # it is the bias of the product that was added, and goes back to it
@@ -79,13 +79,13 @@ def _apart(graph: ir.Graph, node: ir.Node) -> None:
     inputs = [x, gamma] + ([beta] if beta is not None else [])
     eps = node.attributes.get_float("epsilon", 1e-12 if kind == LAYER else 1e-6)
     made.append(ir.node(kind, inputs, attributes(eps)))
-    _like(made[-1].outputs[0], node.outputs[0])
+    like(made[-1].outputs[0], node.outputs[0])
     made[-1].metadata_props.update(node.metadata_props)
     graph.insert_before(node, made)
     pairs = [(node.outputs[0], made[-1].outputs[0])]
     pairs += [(node.outputs[3], x)] if len(node.outputs) > 3 else []
     for old, new in pairs:
-        _take_place(old, new)
+        take_place(old, new)
 
 
 def _is_product(value: ir.Value) -> bool:
@@ -93,13 +93,14 @@ def _is_product(value: ir.Value) -> bool:
     return node is not None and node.op_type.startswith(("MatMul", "Gemm", "Conv"))
 
 
-def _like(value: ir.Value, like: ir.Value) -> None:
-    value.shape = like.shape
-    if like.dtype is not None:
-        value.type = ir.TensorType(like.dtype)
+def like(value: ir.Value, other: ir.Value) -> None:
+    """Give a value the shape and the type of another."""
+    value.shape = other.shape
+    if other.dtype is not None:
+        value.type = ir.TensorType(other.dtype)
 
 
-def _take_place(old: ir.Value, new: ir.Value) -> None:
+def take_place(old: ir.Value, new: ir.Value) -> None:
     """Let `new` stand for `old` everywhere, under its name."""
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     name, old.name = old.name, f"{old.name}_before" if old.name else old.name
@@ -210,19 +211,19 @@ class _Lowering:
         epsilon = node.attributes.get_float("epsilon", 1e-5)
         made = ir.node(SKIP[node.op_type], inputs, {"epsilon": epsilon}, domain=CONTRIB, num_outputs=4 if read else 1)
         made.metadata_props.update(node.metadata_props)
-        _like(made.outputs[0], total)
+        like(made.outputs[0], total)
         self.graph.insert_before(node, made)
         result = made.outputs[0]
         if turned is not None:
             again = ir.node(turned.op_type, [result, *turned.inputs[1:]], dict(turned.attributes))
-            _like(result := again.outputs[0], y)
+            like(result := again.outputs[0], y)
             self.graph.insert_before(node, again)
-        _take_place(y, result)
+        take_place(y, result)
         if read:
             for empty in made.outputs[1:3]:
                 empty.name = ""
-            _like(made.outputs[3], total)
-            _take_place(total, made.outputs[3])
+            like(made.outputs[3], total)
+            take_place(total, made.outputs[3])
         self.graph.remove([node], safe=True)
 
     def biased(self, value: ir.Value) -> tuple[ir.Value, ir.Value | None]:
@@ -267,7 +268,7 @@ class _Lowering:
 
         def op(name: str, first: ir.Value, *more: ir.Value | None, **held: Any) -> ir.Value:
             nodes.append(ir.node(name, [first, *more], held))
-            _like(value := nodes[-1].outputs[0], first)
+            like(value := nodes[-1].outputs[0], first)
             if "to" in held:
                 value.type = ir.TensorType(ir.DataType(held["to"]))
             return value
@@ -295,4 +296,4 @@ class _Lowering:
         u = op("Mul", u, scale)
         u = op("Add", u, beta) if beta is not None else u
         self.graph.insert_before(node, nodes)
-        _take_place(y, u)
+        take_place(y, u)

@@ -1,0 +1,1 @@
+"""The boundary of Peri-LN as one operator: kernels for ONNX Runtime, built from csrc/, and one in Triton for torch."""

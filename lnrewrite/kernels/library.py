@@ -1,0 +1,47 @@
+"""Find the library of operators and register it with a session; say what to do where a model needs it and it lacks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..diagnostics import LnrewriteError
+from .building import place
+
+DOMAIN = "lnrewrite"
+"""The domain of the operators."""
+VARIABLE = "LNREWRITE_KERNELS"
+
+
+def find() -> Path | None:
+    """Return the library: the file that LNREWRITE_KERNELS names, or the one that was built of these sources, if any.
+
+    Raises LnrewriteError LN530 where the variable names no file.
+    """
+    if named := os.environ.get(VARIABLE):
+        if not Path(named).is_file():
+            raise LnrewriteError("LN530", VARIABLE, f"there is no file {named}", "name the library, or unset it")
+        return Path(named)
+    built = place()
+    return built if built.is_file() else None
+
+
+def register(options: Any, needed_by: str | None = None) -> None:
+    """Give an onnxruntime.SessionOptions the operators, where they are built.
+
+    needed_by: the model that holds them, if it does. Raises LnrewriteError LN530 where that model is named and there is
+    no library, or where the library does not load.
+    """
+    library = find()
+    if library is None:
+        if needed_by is not None:
+            why = "it holds operators of lnrewrite, whose kernels are not built here"
+            remedy = "lnrewrite kernels build"
+            raise LnrewriteError("LN530", f"model {needed_by!r}", why, remedy)
+        return
+    try:
+        options.register_custom_ops_library(str(library))
+    except Exception as why:  # ONNX Runtime has no common base class of its errors
+        text = f"it does not load: {' '.join(str(why).split())[:200]}"
+        raise LnrewriteError("LN530", str(library), text, "lnrewrite kernels build") from why
