@@ -65,6 +65,19 @@ def changed(before: dict[str, torch.Tensor], module: nn.Module) -> set[str]:
 # ---- what a run gives ----
 
 
+def test_a_matrix_that_was_scaled_takes_steps_of_its_own_size(pair: Any, text: str) -> None:
+    teacher, name = pair[0], "blocks.2.mlp.up.weight"
+    moved = {}
+    for scale in (1, 16):
+        student = teacher.apply([], "scaled")[0]
+        with torch.no_grad():
+            student.module().get_parameter(name).mul_(scale)
+        before = weights(student.module())[name]
+        healed = heal(teacher, student, text, **SMALL | {"steps": 1}, decay=0.0, control=False).program
+        moved[scale] = (healed.module().get_parameter(name) - before).norm() / before.norm()
+    assert float(moved[16]) == pytest.approx(float(moved[1]), rel=0.05) and moved[1] > 0
+
+
 def test_a_short_run_comes_nearer_to_the_control_and_leaves_its_models_alone(pair: Any, text: str) -> None:
     teacher, student = pair
     before = weights(teacher.module()), weights(student.module())

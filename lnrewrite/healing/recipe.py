@@ -30,10 +30,11 @@ class Recipe:
     too; it anchors the logits, so it stays by default. control: train the teacher on the same tokens.
 
     batch: rows of a step over all processes, in `accumulate` micro-batches. lr: the peak learning rate of AdamW, after
-    `warmup` steps, then a cosine down to a fiftieth. gain_lr: the student's gains and biases learn so many times faster
+    `warmup` steps, then a cosine down to a fiftieth; a matrix that the conversion scaled learns at its rate times that
+    scale, in proportion to its size as before. gain_lr: the student's gains and biases learn so many times faster
     (moved norms have to find new sizes: on demo:tinygpt 50 to 100 times healed best). control_lr: the control's rate;
-    None is lr. decay: weight decay of matrices; gains and biases never decay (it
-    harms output-norm gains: arXiv 2605.26895). clip: the largest gradient norm. bf16: run under autocast. recompute:
+    None is lr. decay: weight decay of matrices; gains and biases never decay (it harms output-norm gains:
+    arXiv 2605.26895). clip: the largest gradient norm. bf16: run under autocast. recompute:
     keep no activations inside a block. every: steps between checkpoints. seed: of the data's order and of what is
     random.
     """

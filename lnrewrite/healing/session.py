@@ -103,6 +103,7 @@ class Session:
         names = self.names(working)
         of = sum(p.numel() for p in working.module().parameters())
         count = sum(p.numel() for n, p in working.module().named_parameters() if n in names)
+        sizes = grown(working, self.teacher)
         shared = share_untrained(working, self.teacher, names)
         watched = self.teacher.apply([], "heal")[0] if self.world.size > 1 else self.teacher
         teacher = self.side(watched)
@@ -110,9 +111,9 @@ class Session:
         if self.recipe.local_steps:
             student.view.detached = True
             touched = self.names(working, "touched") & names
-            self.phase("local", self.recipe.local_steps, student, teacher, Mix(hidden=1.0), touched)
+            self.phase("local", self.recipe.local_steps, student, teacher, Mix(hidden=1.0), touched, sizes)
             student.view.detached = False
-        self.phase("global", self.recipe.steps, student, teacher, mix, names)
+        self.phase("global", self.recipe.steps, student, teacher, mix, names, sizes)
         self.world.gather(student.view, working.module())
         for parameter in shared:
             parameter.data = parameter.data.clone()
@@ -134,7 +135,7 @@ class Session:
         """Return the control: the teacher, trained on the same tokens with the same recipe on the task alone."""
         control = self.teacher.apply([], "heal")[0]
         side = self.side(control)
-        self.phase("control", self.recipe.steps, side, None, Mix(task=1.0), self.names(control))
+        self.phase("control", self.recipe.steps, side, None, Mix(task=1.0), self.names(control), {})
         self.world.gather(side.view, control.module())
         return control
 
@@ -145,13 +146,22 @@ class Session:
         return Side(program, view)
 
     def phase(
-        self, name: str, steps: int, student: Side, teacher: Side | None, mix: Mix, trained: frozenset[str]
+        self,
+        name: str,
+        steps: int,
+        student: Side,
+        teacher: Side | None,
+        mix: Mix,
+        trained: frozenset[str],
+        sizes: Mapping[str, float],
     ) -> None:
         tapers = self.tapering.tapers if self.tapering and name == "global" else ()
-        recipe, rates = self.recipe, {"lr": self.recipe.lr, "gain_lr": self.recipe.gain_lr}
+        recipe = self.recipe
+        rates = {"lr": recipe.lr, "gain_lr": recipe.gain_lr}
         if name == "control":
             rates = {"lr": recipe.control_lr or recipe.lr}
-        phase = Phase(name, steps, student, teacher, self.objective, mix, recipe, trained, **rates, tapers=tapers)
+        where = (name, steps, student, teacher, self.objective)
+        phase = Phase(*where, mix, recipe, trained, sizes, **rates, tapers=tapers)
         phase.run(self.feed, self.snapshots, self.world, self.say)
 
     def names(self, program: Program, train: str | None = None) -> frozenset[str]:
@@ -293,6 +303,18 @@ def check_pair(teacher: Program, student: Program) -> None:
 def _unlike(why: str) -> NoReturn:
     remedy = "give a model and what `lnrewrite convert` made of it"
     raise LnrewriteError("LN601", "the student is no conversion of the teacher", why, remedy)
+
+
+def grown(program: Program, teacher: Program) -> dict[str, float]:
+    """Return how many times larger than the teacher's each matrix is that a conversion scaled."""
+    sizes = {}
+    for name, parameter in program.module().named_parameters():
+        theirs = stored(teacher.module(), name)
+        if parameter.dim() >= 2 and theirs is not None and theirs.shape == parameter.shape:
+            own, other = (float(p.detach().float().norm()) for p in (parameter, theirs))
+            if own and other and own != other:
+                sizes[name] = own / other
+    return sizes
 
 
 def share_untrained(working: Program, teacher: Program, trained: frozenset[str]) -> list[nn.Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -54,7 +55,11 @@ class Side:
 
 @dataclass
 class Phase:
-    """Train `student` for so many steps on a mix of losses; `tapers` are what moves in it."""
+    """Train `student` for so many steps on a mix of losses; `tapers` are what moves in it.
+
+    `sizes` says how many times larger a matrix is than the teacher's: its steps are as many times longer, so that a
+    matrix which took in the scale of a norm learns as it did before.
+    """
 
     name: str
     steps: int
@@ -64,6 +69,7 @@ class Phase:
     mix: Mix
     recipe: Recipe
     trained: frozenset[str]
+    sizes: Mapping[str, float]
     lr: float
     gain_lr: float = 1.0
     tapers: Sequence[Taper] = ()
@@ -95,18 +101,22 @@ class Phase:
         self.taper(self.steps)
 
     def optimizer(self) -> torch.optim.AdamW:
-        """Return AdamW over what is trained: matrices decay, gains and biases do not."""
+        """Return AdamW over what is trained: matrices decay alike, gains and biases do not."""
         view = self.student.view
         named = list(view.named_parameters())
         for name, parameter in named:
             parameter.requires_grad_(view.origin(name) in self.trained)
-        chosen = [p for _, p in named if p.requires_grad]
-        matrices, vectors = ([p for p in chosen if (p.dim() >= 2) is two] for two in (True, False))
-        groups = [
-            {"params": matrices, "weight_decay": self.recipe.decay, "initial_lr": self.lr},
-            {"params": vectors, "weight_decay": 0.0, "initial_lr": self.lr * self.gain_lr},
-        ]
-        return torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95))
+        groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in named:
+            if not parameter.requires_grad:
+                continue
+            if parameter.dim() < 2:
+                groups[self.lr * self.gain_lr, 0.0].append(parameter)
+            else:
+                size = self.sizes.get(view.origin(name), 1.0)
+                groups[self.lr * size, self.recipe.decay / size].append(parameter)
+        rows = [{"params": p, "initial_lr": lr, "weight_decay": decay} for (lr, decay), p in groups.items()]
+        return torch.optim.AdamW(rows, betas=(0.9, 0.95))
 
     def taper(self, step: int) -> None:
         """Set every taper's power for a step: stage by stage, linear, from the teacher to the end at `ramp`."""
