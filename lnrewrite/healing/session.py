@@ -157,11 +157,12 @@ class Session:
     ) -> None:
         tapers = self.tapering.tapers if self.tapering and name == "global" else ()
         recipe = self.recipe
-        rates = {"lr": recipe.lr, "gain_lr": recipe.gain_lr}
+        lr, gain_lr = recipe.lr, recipe.gain_lr
         if name == "control":
-            rates = {"lr": recipe.control_lr or recipe.lr}
-        where = (name, steps, student, teacher, self.objective)
-        phase = Phase(*where, mix, recipe, trained, sizes, **rates, tapers=tapers)
+            lr, gain_lr = recipe.control_lr or recipe.lr, 1.0
+        phase = Phase(
+            name, steps, student, teacher, self.objective, mix, recipe, trained, sizes, lr, gain_lr, tapers=tapers
+        )
         phase.run(self.feed, self.snapshots, self.world, self.say)
 
     def names(self, program: Program, train: str | None = None) -> frozenset[str]:
