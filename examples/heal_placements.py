@@ -38,16 +38,25 @@ TRAINED = {"tinygpt": 13_000 * 16 * 128, "tinyrope": 6_000 * 16 * 128}
 """The tokens that each model was trained on."""
 
 RATES = {
-    "post": (3e-4, 30),
-    "peri": (5e-4, 100),
-    "none": (1e-3, 20),
-    "output": (1e-3, 50),
-    "peri, back to pre": (3e-4, 30),
+    "tinygpt": {
+        "post": (4e-4, 50),
+        "peri": (4e-4, 100),
+        "none": (7e-4, 20),
+        "output": (5e-4, 100),
+        "peri, back to pre": (3e-4, 30),
+    },
+    "tinyrope": {
+        "post": (4e-4, 50),
+        "peri": (1.5e-3, 10),
+        "none": (1e-3, 20),
+        "output": (1.5e-3, 10),
+        "peri, back to pre": (3e-4, 30),
+    },
 }
-"""The learning rate, and how many times faster gains and biases learn: a few values tried on tinygpt, one seed."""
+"""The learning rate, and how many times faster gains and biases learn: a few values tried on each model, one seed."""
 
 CONTROL = 1e-4
-"""The control's learning rate, the best for it of 1e-4, 2e-4, 3e-4 and 5e-4 on tinygpt."""
+"""The control's learning rate, the best for it: of 1e-4, 2e-4, 3e-4, 5e-4 on tinygpt, 1e-4, 3e-4, 1e-3 on tinyrope."""
 
 
 def teacher_of(name: str, weights: str) -> Program:
@@ -75,8 +84,10 @@ def one(job: dict) -> dict:
     """Run one healing and return its held-out losses."""
     torch.set_num_threads(1)
     teacher = teacher_of(job["model"], job["weights"])
-    lr, gain_lr = RATES.get(job["kind"], RATES["none"]) if job["kind"] != "control" else (CONTROL, 1)
+    rates = RATES[job["model"]]
+    lr, gain_lr = rates.get(job["kind"], rates["none"]) if job["kind"] != "control" else (CONTROL, 1)
     how = {**job["recipe"], "lr": lr, "gain_lr": gain_lr, "seed": job["seed"], "control": False}
+    how["held_out"] = job["held_out"]
     if job["kind"] == "control":
         return measured(teacher, lnr.heal(teacher, teacher, job["text"], **how | {"losses": "task=1"}).program)
     text = TO.get(job["kind"], "place{to=none}")
@@ -113,7 +124,8 @@ def jobs(weights: str | None, seeds: int, folder: Path, norm_free: bool, **recip
 
     training, _, _ = sources(Path(sysconfig.get_paths()["stdlib"]), 0)
     (folder / "training.txt").write_bytes(training)
-    base = {"text": str(folder / "training.txt"), "weights": weights}
+    (folder / "held_out.txt").write_bytes(demo.heldout_text()[:2048])  # `measured` takes all of it
+    base = {"text": str(folder / "training.txt"), "held_out": str(folder / "held_out.txt"), "weights": weights}
     base |= {"recipe": recipe}
     found = []
     for model in ("tinygpt", *(["tinyrope"] if weights else [])):
@@ -178,8 +190,8 @@ def _spelled(values) -> str:
 @click.option("--tinyrope", "weights", help="Weights of the second model (train_tinyrope.py); left out without.")
 @click.option("--norm-free", is_flag=True, help="Instead: take every block norm of tinygpt away, and the final one.")
 @click.option("--seeds", default=5, help="Seeds of data order and calibration.")
-@click.option("--steps", default=250, help="Optimizer steps.")
-@click.option("--batch", default=16, help="Windows of 128 bytes in a step.")
+@click.option("--steps", default=400, help="Optimizer steps.")
+@click.option("--batch", default=8, help="Windows of 128 bytes in a step.")
 @click.option("--losses", default="task=0.5,kl=0.5,hidden=3,spread=0.1", help="The losses of the healed.")
 @click.option("--bf16", is_flag=True, help="Run under bfloat16 autocast: faster where the CPU has it.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each.")

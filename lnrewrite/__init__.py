@@ -21,7 +21,7 @@ Layers; imports go down only, and tests/test_layers.py enforces it:
     cli                                             nothing imports it
     program, live, folders, onnx_program, healing/  torch and onnx, each imported inside what needs it
     targets/                                        the forms that norms have in ONNX, and what a target runs best
-    backends/                                       lift a graph, apply edits to it: torch.fx and ONNX
+    backends/, kernels/                             lift a graph, apply edits to it: torch.fx and ONNX; our operators
     detect/                                         norms recognised by their algebra; residual blocks
     pipeline, spelling, registry                    the run loop, its text form, plugins: standard library
     opgraph, machine, ref, rotations                a view of graphs, an fp64 reference machine, orthogonal matrices

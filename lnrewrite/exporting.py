@@ -90,7 +90,8 @@ def export(
     if dtype != "fp32":
         notes += lower_precision(model, dtype)
     say(f"choosing norm forms for {target}")
-    chosen = fuse_norm_add_norm(model) if fuse == "custom" else []
+    chosen, left_out = fuse_norm_add_norm(model) if fuse == "custom" else ([], [])
+    notes += left_out
     chosen += lower(model, TARGETS[target], version("onnxruntime"))
     rows = [Form(row.site, row.form, row.why) for row in chosen]
     if operators := ", ".join(sorted(function.name for function in model.functions.values())):

@@ -21,9 +21,9 @@ def session(
     """Return an onnxruntime.InferenceSession of an ONNX file, lnrewrite's operators registered.
 
     target: cpu or cuda (which nothing falls back from). threads: of one operator on the CPU; None leaves it to ONNX
-    Runtime. options: an onnxruntime.SessionOptions to start from. Raises LnrewriteError LN530 where the file needs
-    kernels that are not built here, LN520 where it is no ONNX file or ONNX Runtime refuses it, UsageError LN003 for
-    an unknown target.
+    Runtime. options: an onnxruntime.SessionOptions to start from, of its own for each session (the operators are added
+    to it). Raises LnrewriteError LN530 where the file needs kernels that are not built here, LN520 where it is no ONNX
+    file or ONNX Runtime refuses it, UsageError LN003 for an unknown target.
     """
     check_target(target)
     name, form = str(path), identify(str(path))
@@ -33,7 +33,7 @@ def session(
     options = options or onnxruntime.SessionOptions()
     if threads is not None:
         options.intra_op_num_threads = threads
-    register(options, needed_by=name if holds_operators(path) else None)
+    register(options, name if holds_operators(path) else None, target == "cuda")
     more = {} if target == "cpu" else {"enable_fallback": 0}
     try:
         return onnxruntime.InferenceSession(path, options, providers=[PROVIDERS[target]], **more)

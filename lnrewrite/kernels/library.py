@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 from typing import Any
@@ -27,21 +28,25 @@ def find() -> Path | None:
     return built if built.is_file() else None
 
 
-def register(options: Any, needed_by: str | None = None) -> None:
+def register(options: Any, needed_by: str | None = None, cuda: bool = False) -> None:
     """Give an onnxruntime.SessionOptions the operators, where they are built.
 
-    needed_by: the model that holds them, if it does. Raises LnrewriteError LN530 where that model is named and there is
-    no library, or where the library does not load.
+    needed_by: the model that holds them, if it does; cuda: it runs on CUDA. Raises LnrewriteError LN530 where that
+    model is named and there is no library, or none with CUDA kernels, and where the library does not load.
     """
     library = find()
     if library is None:
         if needed_by is not None:
             why = "it holds operators of lnrewrite, whose kernels are not built here"
-            remedy = "lnrewrite kernels build"
-            raise LnrewriteError("LN530", f"model {needed_by!r}", why, remedy)
+            raise LnrewriteError("LN530", f"model {needed_by!r}", why, "lnrewrite kernels build")
         return
     try:
+        if needed_by is not None and cuda and not ctypes.CDLL(str(library)).lnrewrite_has_cuda():
+            why = f"{library} was built without CUDA: its operators would run on the CPU"
+            raise LnrewriteError("LN530", f"model {needed_by!r}", why, "lnrewrite kernels build --cuda")
         options.register_custom_ops_library(str(library))
+    except LnrewriteError:
+        raise
     except Exception as why:  # ONNX Runtime has no common base class of its errors
         text = f"it does not load: {' '.join(str(why).split())[:200]}"
         raise LnrewriteError("LN530", str(library), text, "lnrewrite kernels build") from why

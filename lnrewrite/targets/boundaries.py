@@ -45,11 +45,11 @@ class Boundary:
         return [self.before] if self.after is None else [self.before, self.after]
 
 
-def fuse_norm_add_norm(model: ir.Model) -> list[Row]:
-    """Write every boundary of a semantic model as one operator; return a row for each norm in it."""
-    found = list(boundaries(model.graph))
+def fuse_norm_add_norm(model: ir.Model) -> tuple[list[Row], list[str]]:
+    """Write every boundary of a semantic model as one operator; return a row for each norm in it, and what was left."""
+    found = boundaries(model.graph)
     if not found:
-        return []
+        return [], ["no norm stands right before a residual add, so that no operator of lnrewrite was written"]
     (kind, _), *_ = Counter(b.before.op_type for b in found).most_common()
     chosen = [b for b in found if b.before.op_type == kind]
     biased = any(len(norm.inputs) > 2 for b in chosen for norm in b.norms)
@@ -63,7 +63,8 @@ def fuse_norm_add_norm(model: ir.Model) -> list[Row]:
         model.functions[function.identifier()] = function
     model.graph.opset_imports[DOMAIN] = 1
     TopologicalSortPass()(model)
-    return rows
+    left = len(found) - len(chosen)
+    return rows, [f"{left} boundaries are left as they were: their norms are no {kind}"] if left else []
 
 
 def boundaries(graph: ir.Graph) -> list[Boundary]:

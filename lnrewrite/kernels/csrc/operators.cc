@@ -196,8 +196,19 @@ std::vector<Operator> all() {
 
 }  // namespace
 
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Say whether the library holds CUDA kernels.
+EXPORTED bool lnrewrite_has_cuda() {
+#ifdef WITH_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
+
 // What ONNX Runtime calls when a session registers this library.
-extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(
+EXPORTED OrtStatus* RegisterCustomOps(
     OrtSessionOptions* options, const OrtApiBase* base) {
   static const std::vector<Operator> operators = all();
   api = base->GetApi(api_version);
