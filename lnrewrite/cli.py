@@ -184,9 +184,12 @@ def bench(models: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **
     show(json.dumps(found) if as_json else timings(found))
 
 
-@main.group()
-def kernels() -> None:
+@main.group(invoke_without_command=True)
+@click.pass_context
+def kernels(context: click.Context) -> None:
     """Build lnrewrite's own operators for ONNX Runtime (export --fuse custom)."""
+    if context.invoked_subcommand is None:
+        show(context.get_help())
 
 
 @kernels.command()

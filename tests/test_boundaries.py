@@ -135,7 +135,7 @@ def test_other_placements_have_no_such_boundary(bert: Program, kernels: Path, tm
 TEXT = """<ir_version: 9, opset_import: ["" : 18]>
 g (float[a,4] f, float[a,4] x, float[4] y) => (float[a,4] h, float[a,4] z)
 <float[4] g = {1.0, 2.0, 3.0, 4.0}, float[4] b = {0.5, 0.5, 0.5, 0.5}>
-{ p = LayerNormalization<axis = -1>(f, g, b) h = Add(X, p) z = SECOND }"""
+{ q = LayerNormalization<axis = -1>(x, g) p = LayerNormalization<axis = -1>(f, g, b) h = Add(X, p) z = SECOND }"""
 LAST = "LayerNormalization<axis = -1, epsilon = 0.1>(h, g)"
 
 
@@ -148,8 +148,10 @@ LAST = "LayerNormalization<axis = -1, epsilon = 0.1>(h, g)"
         ("y", LAST, ""),
         ("b", LAST, ""),
         ("p", LAST, ""),
+        ("q", LAST, "NormAddNorm"),
+        ("x", f"{LAST} y_ = Add(z, x)", "NormAddNorm"),
     ],
-    ids=["both", "another kind", "no norm", "broadcast", "constant", "itself"],
+    ids=["both", "another kind", "no norm", "broadcast", "constant", "itself", "two norms", "one behind the other"],
 )
 def test_what_is_a_boundary(x: str, second: str, made: str, kernels: Path, tmp_path: Path) -> None:
     proto = onnx.parser.parse_model(TEXT.replace("X", x).replace("SECOND", second))

@@ -100,8 +100,12 @@ class Machine:
         device = torch.cuda.get_device_name() if self.cuda else f"CPU, {self.threads} threads"
         return f"{device}; onnxruntime {onnxruntime.__version__}, torch {torch.__version__}"
 
-    def timer(self, content: bytes, tokens: int, hidden: int, kind: tuple[int, torch.dtype], inner: int) -> Timer:
-        """Return what runs a chain `inner` times on bound memory and gives the microseconds of one run."""
+    def memory(self, tokens: int, hidden: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return the inputs and outputs of a chain, which all forms use."""
+        return {n: torch.randn(tokens, 1, hidden, device=self.device).to(dtype) for n in "fxhz"}
+
+    def timer(self, content: bytes, held: dict[str, torch.Tensor], kind: int, inner: int) -> Timer:
+        """Return what runs a chain `inner` times on this memory and gives the microseconds of one run."""
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = self.threads, 3
         register(options, "the chain", self.cuda)
@@ -112,15 +116,13 @@ class Machine:
         provider = "CUDAExecutionProvider" if self.cuda else "CPUExecutionProvider"
         session = onnxruntime.InferenceSession(content, options, providers=[(provider, more)])
         binding, run = session.io_binding(), onnxruntime.RunOptions()
-        held = {n: torch.randn(tokens, 1, hidden, device=self.device).to(kind[1]) for n in "fxhz"}
         for n, value in held.items():
             bind = binding.bind_input if n in "fx" else binding.bind_output
-            bind(n, self.device, 0, kind[0], list(value.shape), value.data_ptr())
+            bind(n, self.device, 0, kind, list(value.shape), value.data_ptr())
         if self.cuda:
             run.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
         def once() -> float:
-            assert held  # the memory that is bound
             return self.timed(lambda: session.run_with_iobinding(binding, run), inner)
 
         for _ in range(3):
@@ -144,25 +146,23 @@ class Machine:
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / inner
 
-    def limit(self, tokens: int, hidden: int, kind: tuple[int, torch.dtype], inner: int) -> Timer:
-        """Return what copies two tensors: two read and two written, as the fused boundary does."""
-        source = torch.randn(2, tokens, hidden, device=self.device).to(kind[1])
-        target = torch.empty_like(source)
+    def limit(self, held: dict[str, torch.Tensor], inner: int) -> Timer:
+        """Return what copies f and x to h and z: two read and two written, as the fused boundary does."""
         torch.set_num_threads(self.threads)
-        return lambda: self.timed(lambda: target.copy_(source), inner)
+        return lambda: self.timed(lambda: (held["h"].copy_(held["f"]), held["z"].copy_(held["x"])), inner)
 
 
 def measure(machine: Machine, norm: str, hidden: int, tokens: int, dtype: str, rounds: int, count: int) -> dict:
     """Time every form at one size; return medians in microseconds of one boundary, and quartiles of the ratios."""
     kind = TYPES[dtype]
     inner = max(1, min(50, 20_000_000 // (tokens * hidden * count)))
-    timers = {}
+    timers, held = {}, machine.memory(tokens, hidden, kind[1])
     for form in FORMS:
         try:
-            timers[form] = machine.timer(chain(form, norm, hidden, kind[0], count), tokens, hidden, kind, inner)
+            timers[form] = machine.timer(chain(form, norm, hidden, kind[0], count), held, kind[0], inner)
         except Exception as why:  # ONNX Runtime has no common base class of its errors; a CPU has few bfloat16 kernels
             click.echo(f"{form} {dtype}: {str(why).splitlines()[0][:100]}", err=True)
-    timers["limit"] = machine.limit(tokens, hidden, kind, inner)
+    timers["limit"] = machine.limit(held, inner)
     taken: dict[str, list[float]] = {form: [] for form in timers}
     for _ in range(rounds):
         for form in random.sample(list(timers), len(timers)):

@@ -120,7 +120,8 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if "error" in line.lower()] or ["no message"]
-        raise _failed(Path(command[0]).name, lines[0].strip(), "it needs C++17 and vector extensions: g++ 12, clang 16")
+        name, needs = Path(command[0]).name, "it needs C++17 and vector extensions: g++ 12, clang 14"
+        raise _failed(name, lines[0].strip(), "leave CUDA out (--no-cuda)" if name.startswith("nvcc") else needs)
 
 
 def _failed(what: str, why: str, remedy: str) -> LnrewriteError:

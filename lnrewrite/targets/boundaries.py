@@ -68,17 +68,26 @@ def fuse_norm_add_norm(model: ir.Model) -> tuple[list[Row], list[str]]:
 
 
 def boundaries(graph: ir.Graph) -> list[Boundary]:
-    """Find the boundaries: norms that only an add reads, whose other operand has the same shape and is computed."""
-    found = []
+    """Find the boundaries: norms that only an add reads, whose other operand has the same shape and is computed.
+
+    No node is part of two.
+    """
+    found: list[Boundary] = []
+    taken: set[ir.Node] = set()
     for before in graph:
         p = before.outputs[0]
         readers = list(p.uses())
         if not _is_norm(before) or len(readers) != 1 or p.is_graph_output():
             continue
         add = readers[0].node
-        if add.domain == "" and add.op_type == "Add" and all(v is not None and _plain(v, p) for v in add.inputs):
-            after = (u.node for u in add.outputs[0].uses() if u.idx == 0 and _is_norm(u.node))
-            found.append(Boundary(before, add, next((n for n in after if n.op_type == before.op_type), None)))
+        if add.domain or add.op_type != "Add" or not all(v is not None and _plain(v, p) for v in add.inputs):
+            continue
+        if taken & {before, add}:
+            continue
+        after = (u.node for u in add.outputs[0].uses() if u.idx == 0 and _is_norm(u.node))
+        same = (n for n in after if n.op_type == before.op_type and n not in taken)
+        found.append(Boundary(before, add, next(same, None)))
+        taken |= {add, *found[-1].norms}
     return found
 
 
