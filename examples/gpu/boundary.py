@@ -28,6 +28,7 @@ import onnxruntime
 import torch
 from onnx import TensorProto, helper
 
+from lnrewrite import LnrewriteError
 from lnrewrite.kernels.library import register
 
 FORMS = ("fused", "two", "three", "plain", "pre")
@@ -160,6 +161,8 @@ def measure(machine: Machine, norm: str, hidden: int, tokens: int, dtype: str, r
     for form in FORMS:
         try:
             timers[form] = machine.timer(chain(form, norm, hidden, kind[0], count), held, kind[0], inner)
+        except LnrewriteError:
+            raise
         except Exception as why:  # ONNX Runtime has no common base class of its errors; a CPU has few bfloat16 kernels
             click.echo(f"{form} {dtype}: {str(why).splitlines()[0][:100]}", err=True)
     timers["limit"] = machine.limit(held, inner)
@@ -220,12 +223,12 @@ def main(
             for width in numbers(hidden):
                 for n in numbers(tokens):
                     rows.append(measure(machine, norm, width, n, dtype, rounds, count))
-                    click.echo(f"{len(rows)} {rows[-1]['norm']} {dtype} {width} {n}", err=True)
+                    click.echo(f"{len(rows)} {norm} {dtype} {width} {n}", err=True)
+                    if out:
+                        out.write_text(json.dumps({"machine": machine.name(), "rows": rows}, indent=1))
     click.echo(machine.name())
     table(rows)
     click.echo(f"\n{rounds} rounds, chains of {count}, {(time.perf_counter() - started) / 60:.1f} minutes")
-    if out:
-        out.write_text(json.dumps({"machine": machine.name(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

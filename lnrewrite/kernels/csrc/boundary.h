@@ -2,8 +2,8 @@
 //
 //     h = x + round(norm(f) * g_out + b_out)        z = norm(h) * g_in + b_in        norm: LayerNorm or RMSNorm
 //
-// over the last axis. f, x, h, z: [rows, width]; gains and biases: [width]; all of one type. Statistics and products are
-// float32; h and the norm of f are rounded to the type, as the operators that this stands for round them.
+// over the last axis. f, x, h, z: [rows, width]; gains and biases: [width]; all of one type. Statistics and products
+// are float32; h and the norm of f are rounded to the type, as the operators that this stands for round them.
 #pragma once
 #include <cstdint>
 

@@ -54,7 +54,8 @@ __device__ float block_sum(float v, float* room) {
 struct Statistics { float mean, scale; };  // (v - mean) * scale has mean 0 (LayerNorm) and mean square 1
 
 // each(of): call of(v) for every number of this thread's
-template <bool layer, typename Each> __device__ Statistics statistics(Each each, int width, float eps, float (*room)[warp]) {
+template <bool layer, typename Each>
+__device__ Statistics statistics(Each each, int width, float eps, float (*room)[warp]) {
   float mean = 0.0f;
   if constexpr (layer) {
     float sum = 0.0f;
@@ -66,9 +67,9 @@ template <bool layer, typename Each> __device__ Statistics statistics(Each each,
   return {mean, rsqrtf(block_sum(squares, room[1]) / width + eps)};
 }
 
-template <typename T> __device__ float affine(float v, Statistics s, T gain, const T* bias, int k) {
+template <typename T> __device__ float affine(float v, Statistics s, T gain, const T* bias) {
   v = (v - s.mean) * s.scale * wide(gain);
-  return bias ? v + wide(bias[k]) : v;
+  return bias ? v + wide(*bias) : v;
 }
 
 template <typename T> __device__ T summed(float v, T x) { return narrow<T>(wide(narrow<T>(v)) + wide(x)); }
@@ -98,16 +99,16 @@ __global__ __launch_bounds__(most_threads) void in_registers(Row<T> r) {
 #pragma unroll
         for (int j = 0; j < P::count; ++j) of(v[i][j]);
   };
-  auto normed = [&](Statistics s, const T* gains, const T* bias, T* to, auto of) {
+  auto normed = [&](Statistics s, const T* gains, const T* biases, T* to, auto of) {
 #pragma unroll
     for (int i = 0; i < packs; ++i) {
       const int k = threadIdx.x + i * blockDim.x;
       if (k >= all) continue;
-      const P gain = at(gains, k);
+      const P gain = at(gains, k), bias = biases ? at(biases, k) : gain;
       P made;
 #pragma unroll
       for (int j = 0; j < P::count; ++j) {
-        made.v[j] = of(affine(v[i][j], s, gain.v[j], bias, k * P::count + j), x[i].v[j]);
+        made.v[j] = of(affine(v[i][j], s, gain.v[j], biases ? &bias.v[j] : nullptr), x[i].v[j]);
         v[i][j] = wide(made.v[j]);
       }
       reinterpret_cast<P*>(to)[k] = made;
@@ -128,11 +129,11 @@ template <typename T, bool layer> __global__ __launch_bounds__(most_threads) voi
   };
   const Statistics out = statistics<layer>(over(r.f), r.width, r.eps_out, room);
   for (int k = threadIdx.x; k < r.width; k += blockDim.x)
-    r.h[k] = summed(affine(wide(r.f[k]), out, r.g_out[k], r.b_out, k), r.x[k]);
+    r.h[k] = summed(affine(wide(r.f[k]), out, r.g_out[k], r.b_out ? r.b_out + k : nullptr), r.x[k]);
   if (!r.z) return;
   const Statistics in = statistics<layer>(over(r.h), r.width, r.eps_in, room + 2);  // a thread reads what it wrote
   for (int k = threadIdx.x; k < r.width; k += blockDim.x)
-    r.z[k] = narrow<T>(affine(wide(r.h[k]), in, r.g_in[k], r.b_in, k));
+    r.z[k] = narrow<T>(affine(wide(r.h[k]), in, r.g_in[k], r.b_in ? r.b_in + k : nullptr));
 }
 
 template <typename T, bool layer> void launch(const Boundary& b, cudaStream_t stream) {
@@ -140,11 +141,14 @@ template <typename T, bool layer> void launch(const Boundary& b, cudaStream_t st
   const Row<T> row{vector(b.f), vector(b.x), vector(b.g_out), vector(b.b_out), vector(b.g_in), vector(b.b_in),
                    static_cast<T*>(b.h), static_cast<T*>(b.z), static_cast<int>(b.width), b.eps_out, b.eps_in};
   bool aligned = b.width % Pack<T>::count == 0;
-  for (const void* p : {b.f, b.x, b.g_out, b.g_in, static_cast<const void*>(b.h), static_cast<const void*>(b.z)})
+  const void* places[] = {b.f, b.x, b.g_out, b.b_out, b.g_in, b.b_in, b.h, b.z};
+  for (const void* p : places)
     aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
   const int all = static_cast<int>((b.width + Pack<T>::count - 1) / Pack<T>::count);
   const auto blocks = static_cast<unsigned>(b.rows);
-  const auto threads = [&](int packs) { return static_cast<unsigned>((all + packs * warp - 1) / (packs * warp) * warp); };
+  const auto threads = [&](int packs) {
+    return static_cast<unsigned>((all + packs * warp - 1) / (packs * warp) * warp);
+  };
   if (aligned && all <= most_threads)
     in_registers<T, layer, 1><<<blocks, threads(1), 0, stream>>>(row);
   else if (aligned && all <= 2 * most_threads)

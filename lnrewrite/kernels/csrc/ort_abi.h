@@ -1,7 +1,8 @@
 // What a custom operator uses of ONNX Runtime's C API, so that no header of it is needed to build.
 //
-// The API is one table of functions that only ever grows at its end (onnxruntime_c_api.h: "All APIs ... must be added to
-// the end"), so a function's place in it is fixed for good. Read from onnxruntime_c_api.h of API version 17 and later.
+// The API is one table of functions that only ever grows at its end, so that a library built for one version loads into
+// all later ones; a function's place in the table is fixed for good. These are the places in onnxruntime_c_api.h of API
+// version 17 and later.
 #pragma once
 #include <cstddef>
 #include <cstdint>
