@@ -153,7 +153,8 @@ def test_gains_and_biases_never_decay(pair: Any) -> None:
     program = pair[1].apply([], "test")[0]
     side = Side(program, View(program))
     names = frozenset(n for n, _ in program.module().named_parameters())
-    phase = Phase("global", 1, side, None, Objective("", (), True), Mix(task=1), Recipe(decay=0.1), names, lr=1e-3)
+    where = ("global", 1, side, None, Objective("", (), True))
+    phase = Phase(*where, Mix(task=1), Recipe(decay=0.1), names, sizes={}, lr=1e-3)
     decayed = {id(p) for g in phase.optimizer().param_groups if g["weight_decay"] for p in g["params"]}
     named = dict(program.module().named_parameters())
     assert {n for n, p in named.items() if id(p) in decayed} == {n for n, p in named.items() if p.dim() > 1}
