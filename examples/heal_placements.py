@@ -1,7 +1,7 @@
 """Heal two small models in every placement and compare with a control: five seeds, the naive start beside it.
 
     python examples/train_tinyrope.py --out tinyrope.safetensors        # once: the second model, some ten minutes
-    python examples/heal_placements.py --tinyrope tinyrope.safetensors  # 68 runs: 20 minutes on four cores
+    python examples/heal_placements.py --tinyrope tinyrope.safetensors  # 68 runs: half an hour on two cores
 
 Every run trains on the sources of the Python standard library, as the models were, for a few per cent of the tokens
 that they were trained on, and is measured on files that neither ever saw. The control is the model itself, trained on
