@@ -25,11 +25,10 @@ from .detect.blocks import detect
 from .detect.naming import norm_names
 from .detect.norms import find_norms
 from .diagnostics import LnrewriteError, UsageError, unknown
-from .kernels.library import find
+from .kernels.library import DOMAIN, find
 from .output import check_output
 from .plan import Exactness
 from .report import Form, Report
-from .sessions import holds_operators
 from .targets.boundaries import fuse_norm_add_norm
 from .targets.forms import lower, split
 from .targets.precision import lower_precision
@@ -202,8 +201,10 @@ def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, An
     """
     remedy = "see `lnrewrite explain LN403`"
     try:
-        forms = (True, False) if find() is not None and holds_operators(file) else (True,)
-        modules = [runnable(read(file, str(output), inline)) for inline in forms]
+        defined = read(file, str(output))
+        modules = [runnable(defined)]
+        if DOMAIN in defined.graph.opset_imports and find() is not None:
+            modules.append(runnable(read(file, str(output), inline=False)))
         proofs = [proof(program, module, bound) | {"dtype": module.precision} for module in modules]
         found = max(proofs, key=lambda row: float(row["max_rel"]))
     except LnrewriteError as error:

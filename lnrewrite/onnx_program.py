@@ -23,13 +23,12 @@ from .backends.onnx_run import OnnxModule
 from .backends.surgery import Surgery
 from .diagnostics import LnrewriteError
 from .inputs import parse_inputs
-from .kernels.library import find
+from .kernels.library import DOMAIN, find
 from .opgraph import OpGraph
 from .output import check_output
 from .pipeline import Batch
 from .plan import Proposal
 from .seen import Seen
-from .sessions import holds_operators
 from .stream import Stream
 from .targets.forms import lower, split
 from .targets.table import TARGETS
@@ -64,7 +63,7 @@ class OnnxProgram(Seen):
         """Read a file, `name` in errors. inputs: as `lnrewrite.load` takes them; None makes them up when needed."""
         model = read(path, name)
         LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
-        held = find() is not None and holds_operators(path)
+        held = DOMAIN in model.graph.opset_imports and find() is not None
         plain = any(n.op_type == "SimplifiedLayerNormalization" for n in model.graph)
         style = "cuda" if split(model) else "as it is" if plain else "generic"
         program = cls(model, style=style, given=_named(model, inputs, seed))

@@ -199,6 +199,16 @@ def test_a_model_of_two_kinds_has_the_commoner_one_fused(kernels: Path, tmp_path
     assert len(rows) == 2 and notes == ["1 boundaries are left as they were: their norms are no LayerNormalization"]
 
 
+def test_a_library_that_is_named_and_missing_stops_only_what_needs_it(
+    gemma: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(library.VARIABLE, str(tmp_path / "none.so"))
+    gemma.export(tmp_path / "m.onnx", target="cpu")
+    assert lnr.load(str(tmp_path / "m.onnx")).inspect()["placement"] == "peri"
+    with pytest.raises(lnr.LnrewriteError, match="LN530 LNREWRITE_KERNELS: there is no file"):
+        gemma.export(tmp_path / "m.onnx", target="cpu", fuse="custom")
+
+
 def test_bench_takes_the_kernels(gemma: Program, kernels: Path, tmp_path: Path) -> None:
     gemma.export(tmp_path / "m.onnx", target="cpu", fuse="custom", verify=False)
     assert lnr.bench([str(tmp_path / "m.onnx")], rounds=1, runs=1)["models"][0]["median_ms"] > 0
