@@ -23,9 +23,9 @@ from .backends.onnx_inputs import dynamic_axes
 from .backends.onnx_run import OnnxModule
 from .diagnostics import LnrewriteError
 from .forms import Format, identify
-from .kernels.library import register
+from .kernels.library import DOMAIN, register
 from .onnx_program import OnnxProgram
-from .sessions import PROVIDERS, check_target, does_not_run, holds_operators
+from .sessions import PROVIDERS, check_target, does_not_run
 
 WARM = 2
 Run = Callable[[], object]
@@ -33,12 +33,16 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Hold a model that is timed: the user's name for it, its file, its inputs, the sizes of its free dimensions."""
+    """Hold a model that is timed: the user's name for it, its file, its inputs, the sizes of its free dimensions.
+
+    `ours` says whether it holds operators of lnrewrite.
+    """
 
     name: str
     path: Path
     feed: Mapping[str, np.ndarray]
     sizes: Mapping[str, int]
+    ours: bool
 
 
 def bench(
@@ -104,7 +108,7 @@ def _opened(models: Sequence[str], inputs: Any, seed: int) -> list[Timed]:
             why = f"the inputs of {models[0]} do not fit: {error.why}"
             raise LnrewriteError("LN520", f"model {name!r}", why, "time models that take the same inputs") from error
         sizes = {dim: feed[key].shape[i] for key, axes in dynamic_axes(model).items() for i, dim in axes.items()}
-        timed.append(Timed(name, path, feed, sizes))
+        timed.append(Timed(name, path, feed, sizes, DOMAIN in model.graph.opset_imports))
     return timed
 
 
@@ -142,7 +146,7 @@ def _options(model: Timed, target: str, threads: int) -> onnxruntime.SessionOpti
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 4
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    register(options, model.name if holds_operators(model.path) else None, target == "cuda")
+    register(options, model.name if model.ours else None, target == "cuda")
     if target == "cuda":
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         for name, size in model.sizes.items():  # a CUDA graph has one shape; free ones are computed on the CPU

@@ -34,12 +34,12 @@ from .targets.forms import lower, split
 from .targets.precision import lower_precision
 from .targets.rest import FOR, optimise
 from .targets.table import NO_CUDA_KERNEL, TARGETS
-from .verifying import proof
+from .verifying import HALF, held_in_half, proof
 
 FILE = 2e-5
 """The largest error, relative to the largest output, that a file may show against the model in memory."""
 
-TOLERANCE = {"fp32": FILE, "fp16": 2e-2, "bf16": 1e-1}
+TOLERANCE = {"fp32": FILE, "fp16": HALF, "bf16": 1e-1}
 """The largest error, relative to the source's largest output, that a written model may show."""
 
 
@@ -111,11 +111,6 @@ def off_cuda(model: ir.Model) -> str:
     """Name the operators, and how many of each, that ONNX Runtime's CUDA provider does not run."""
     counts = Counter(node.op_type for node in model.graph if node.domain == "" and node.op_type in NO_CUDA_KERNEL)
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-
-
-def held_in_half(program: Any) -> bool:
-    """Say whether a program computes in half precision already."""
-    return any(op.dtype in {"float16", "bfloat16"} for op in program.graph)
 
 
 def raised(model: ir.Model) -> list[Form]:

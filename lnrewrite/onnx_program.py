@@ -44,8 +44,6 @@ class OnnxProgram(Seen):
     """
 
     format, tokenizer = "onnx", None
-    kernels: OnnxModule | None = None
-    """The file run by lnrewrite's kernels, where it holds operators of it and they are built."""
 
     def __init__(
         self,
@@ -54,21 +52,26 @@ class OnnxProgram(Seen):
         style: str = "generic",
         given: Mapping[str, Any] | None = None,
         done: tuple[str, ...] = (),
+        file: tuple[Path, str] | None = None,
     ) -> None:
         self.model, self.style, self.done, self.notes = model, style, done, ()
-        self._given = given
+        self._given, self._file = given, file
 
     @classmethod
     def open(cls, path: Path, name: str, inputs: Any = None, seed: int = 0) -> Self:
         """Read a file, `name` in errors. inputs: as `lnrewrite.load` takes them; None makes them up when needed."""
         model = read(path, name)
         LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
-        held = DOMAIN in model.graph.opset_imports and find() is not None
         plain = any(n.op_type == "SimplifiedLayerNormalization" for n in model.graph)
         style = "cuda" if split(model) else "as it is" if plain else "generic"
-        program = cls(model, style=style, given=_named(model, inputs, seed))
-        program.kernels = OnnxModule(read(path, name, inline=False)) if held else None
-        return program
+        return cls(model, style=style, given=_named(model, inputs, seed), file=(path, name))
+
+    @cached_property
+    def kernels(self) -> OnnxModule | None:
+        """Return the file run by lnrewrite's kernels; None where it holds no operators of it, or none are built."""
+        if self._file is None or DOMAIN not in self.model.graph.opset_imports or find() is None:
+            return None
+        return OnnxModule(read(*self._file, inline=False))
 
     def _lift(self) -> OpGraph:
         return lift(self.model)

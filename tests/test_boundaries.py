@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -17,7 +18,7 @@ import lnrewrite as lnr
 import zoo
 from lnrewrite.backends.onnx_shapes import infer_shapes
 from lnrewrite.cli import main
-from lnrewrite.kernels import building, library
+from lnrewrite.kernels import library
 from lnrewrite.program import Program
 from lnrewrite.targets import boundaries
 
@@ -35,13 +36,10 @@ def bert() -> Program:
 
 
 @pytest.fixture
-def kernels(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have the kernels built, once for all tests."""
-    target = tmp_path_factory.getbasetemp().parent / "kernels-best.so"
-    if not target.exists():
-        building.build(target, cuda=False, strict=True)
-    monkeypatch.setenv(library.VARIABLE, str(target))
-    return target
+def kernels(built: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have the kernels built."""
+    monkeypatch.setenv(library.VARIABLE, str(built()))
+    return built()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -29,16 +29,9 @@ Arrays = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="session", params=["best", "v3", "base"])
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library(request: pytest.FixtureRequest, built: Callable[[str], Path]) -> Path:
     """Build the library with all levels of instructions compiled as one of them (`best`: as they are)."""
-    target = tmp_path_factory.getbasetemp().parent / f"kernels-{request.param}.so"
-    if not target.exists():
-        with pytest.MonkeyPatch.context() as patch:
-            if request.param != "best":
-                same = building.LEVELS[request.param]
-                patch.setattr(building, "LEVELS", dict.fromkeys(building.LEVELS, same))
-            building.build(target, cuda=False, strict=True)
-    return target
+    return built(request.param)
 
 
 def model(dtype: str, norm: str, biases: bool, both: bool, op: str = "") -> bytes:

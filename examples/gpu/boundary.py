@@ -30,6 +30,7 @@ from onnx import TensorProto, helper
 
 from lnrewrite import LnrewriteError
 from lnrewrite.kernels.library import register
+from lnrewrite.sessions import PROVIDERS
 
 FORMS = ("fused", "two", "three", "plain", "pre")
 TYPES = {
@@ -37,6 +38,7 @@ TYPES = {
     "bf16": (TensorProto.BFLOAT16, torch.bfloat16),
 }  # fmt: skip
 EPS = 1e-6
+RMS = "SimplifiedLayerNormalization"
 Timer = Callable[[], float]
 
 
@@ -85,7 +87,22 @@ def chain(form: str, norm: str, hidden: int, dtype: int, boundaries: int) -> byt
     return made
 
 
-RMS = "SimplifiedLayerNormalization"
+def timed(work: Callable[[], object], inner: int, stream: torch.cuda.Stream | None) -> float:
+    """Return the microseconds that `work` takes, the mean of `inner` runs one after the other, queued on a stream."""
+    if stream is None:
+        start = time.perf_counter()
+        for _ in range(inner):
+            work()
+        return (time.perf_counter() - start) / inner * 1e6
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        work()
+        begin.record(stream)
+        for _ in range(inner):
+            work()
+        end.record(stream)
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / inner
 
 
 class Machine:
@@ -115,8 +132,7 @@ class Machine:
         if self.cuda:
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
             more = {"enable_cuda_graph": "1", "user_compute_stream": str(self.stream.cuda_stream)}
-        provider = "CUDAExecutionProvider" if self.cuda else "CPUExecutionProvider"
-        session = onnxruntime.InferenceSession(content, options, providers=[(provider, more)])
+        session = onnxruntime.InferenceSession(content, options, providers=[(PROVIDERS[self.device], more)])
         binding, run = session.io_binding(), onnxruntime.RunOptions()
         for n, value in held.items():
             bind = binding.bind_input if n in "fx" else binding.bind_output
@@ -125,33 +141,16 @@ class Machine:
             run.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
         def once() -> float:
-            return self.timed(lambda: session.run_with_iobinding(binding, run), inner)
+            return timed(lambda: session.run_with_iobinding(binding, run), inner, self.stream)
 
         for _ in range(3):
             once()
         return once
 
-    def timed(self, work: Callable[[], object], inner: int) -> float:
-        """Return the microseconds that `work` takes, the mean of `inner` runs one after the other."""
-        if not self.cuda:
-            start = time.perf_counter()
-            for _ in range(inner):
-                work()
-            return (time.perf_counter() - start) / inner * 1e6
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self.stream):
-            work()
-            begin.record(self.stream)
-            for _ in range(inner):
-                work()
-            end.record(self.stream)
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / inner
-
     def limit(self, held: dict[str, torch.Tensor], inner: int) -> Timer:
         """Return what copies f and x to h and z: two read and two written, as the fused boundary does."""
         torch.set_num_threads(self.threads)
-        return lambda: self.timed(lambda: (held["h"].copy_(held["f"]), held["z"].copy_(held["x"])), inner)
+        return lambda: timed(lambda: (held["h"].copy_(held["f"]), held["z"].copy_(held["x"])), inner, self.stream)
 
 
 def measure(machine: Machine, norm: str, hidden: int, tokens: int, dtype: str, rounds: int, count: int) -> dict:

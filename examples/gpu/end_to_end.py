@@ -16,7 +16,6 @@ import json
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from boundary import timed
 from onnx import TensorProto, numpy_helper
+
+from lnrewrite.kernels.library import register
+from lnrewrite.sessions import PROVIDERS
 
 MODELS = {
     "bert-base": {"model_type": "bert"},
@@ -163,30 +166,26 @@ class Timed:
     """Hold a model in a session, its inputs bound, and what it took on the device."""
 
     def __init__(self, path: Path, tokens: int, target: str) -> None:
-        from lnrewrite.kernels.library import register
-
         self.stream = torch.cuda.Stream() if target == "cuda" else None
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         register(options)
-        provider: Any = "CPUExecutionProvider"
         before = free(target)
+        more: dict[str, str] = {}
         if self.stream:
             more = {"enable_cuda_graph": "1", "user_compute_stream": str(self.stream.cuda_stream)}
-            provider = ("CUDAExecutionProvider", more)
         sizes = {"batch": 1, "sequence": tokens}
         for item in onnx.load(path, load_external_data=False).graph.input:
             for axis, dim in zip(sizes.values(), item.type.tensor_type.shape.dim, strict=False):
                 if dim.dim_param:  # one shape a graph; free ones are computed on the CPU
                     options.add_free_dimension_override_by_name(dim.dim_param, axis)
-        self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
+        self.session = onnxruntime.InferenceSession(path, options, providers=[(PROVIDERS[target], more)])
         self.binding = self.session.io_binding()
-        device = "cuda" if self.stream else "cpu"
         for item in self.session.get_inputs():
             values = np.ones((1, tokens), np.int64)
-            self.binding.bind_ortvalue_input(item.name, onnxruntime.OrtValue.ortvalue_from_numpy(values, device, 0))
+            self.binding.bind_ortvalue_input(item.name, onnxruntime.OrtValue.ortvalue_from_numpy(values, target, 0))
         for item in self.session.get_outputs():
-            self.binding.bind_output(item.name, device)
+            self.binding.bind_output(item.name, target)
         self.session.run_with_iobinding(self.binding)
         for item, value in zip(self.session.get_outputs(), self.binding.get_outputs(), strict=True):
             self.binding.bind_ortvalue_output(item.name, value)
@@ -196,21 +195,10 @@ class Timed:
 
     def once(self, inner: int) -> float:
         """Return the microseconds of a run, the mean of `inner`."""
-        if not self.stream:
-            start = time.perf_counter()
-            for _ in range(inner):
-                self.session.run_with_iobinding(self.binding)
-            return (time.perf_counter() - start) / inner * 1e6
         run = onnxruntime.RunOptions()
-        run.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self.stream):
-            begin.record(self.stream)
-            for _ in range(inner):
-                self.session.run_with_iobinding(self.binding, run)
-            end.record(self.stream)
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / inner
+        if self.stream:
+            run.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        return timed(lambda: self.session.run_with_iobinding(self.binding, run), inner, self.stream)
 
 
 def free(target: str) -> int:

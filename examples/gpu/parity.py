@@ -21,6 +21,7 @@ from onnx import TensorProto, helper
 
 import lnrewrite as lnr
 from lnrewrite.kernels.library import register
+from lnrewrite.sessions import PROVIDERS
 
 WIDTHS = (1, 7, 64, 768, 1000, 2048, 4096, 8192, 8193, 16384, 40000)
 TYPES = {
@@ -62,8 +63,7 @@ def in_onnxruntime(given: Tensors, layer: bool, device: str) -> list[torch.Tenso
     register(options, name, device == "cuda")
     if device == "cuda":
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    provider = "CUDAExecutionProvider" if device == "cuda" else "CPUExecutionProvider"
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[provider])
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[PROVIDERS[device]])
     results = {n: torch.empty_like(given["f"]) for n in outputs}
     binding = session.io_binding()
     for n, value in {**given, **results}.items():

@@ -27,9 +27,18 @@ def attributes(eps: float) -> dict[str, int | float]:
 
 def ones(graph: ir.Graph, x: ir.Value) -> ir.Value:
     """Return the gain of ones [width] in the dtype of `x` [..., width], made where the graph has none yet."""
+    return _filled(graph, x, ONES, 1)
+
+
+def zeros(graph: ir.Graph, x: ir.Value) -> ir.Value:
+    """Return the bias of zeros [width] in the dtype of `x` [..., width], made where the graph has none yet."""
+    return _filled(graph, x, "lnrewrite.zeros", 0)
+
+
+def _filled(graph: ir.Graph, x: ir.Value, name: str, number: int) -> ir.Value:
     assert x.shape is not None and x.dtype is not None
     width = int(str(x.shape[-1]))
-    return constant(graph, f"{ONES}.{width}.{x.dtype.name.lower()}", np.ones(width, x.dtype.numpy()))
+    return constant(graph, f"{name}.{width}.{x.dtype.name.lower()}", np.full(width, number, x.dtype.numpy()))
 
 
 def constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:

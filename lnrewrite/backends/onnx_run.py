@@ -79,12 +79,6 @@ class OnnxModule(torch.nn.Module):
         dtype = TORCH.get(like.dtype, tensor.dtype) if like.dtype is not None else tensor.dtype
         return tensor.to(torch.float32 if dtype is torch.bfloat16 else dtype).numpy()
 
-    @cached_property
-    def in_half(self) -> bool:
-        """Say whether some of it is computed in float16 or bfloat16."""
-        low = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
-        return any(v.dtype in low for node in self.model.graph for v in node.outputs)
-
     def double(self) -> OnnxModule:  # type: ignore[override]
         """Return the model computing in float64; in float32, where an operator of it is not known here."""
         exact = OnnxModule(doubled(self.model), "float64")
@@ -111,7 +105,7 @@ def _session(model: ir.Model) -> Run:
     model = _plain_ends(model)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    if DOMAIN in model.graph.opset_imports:
+    if any(node.domain == DOMAIN for node in model.graph):
         register(options)
     try:
         if bytes_of(model) > ONE_FILE:

@@ -41,12 +41,11 @@ def register(options: Any, needed_by: str | None = None, cuda: bool = False) -> 
             raise LnrewriteError("LN530", f"model {needed_by!r}", why, "lnrewrite kernels build")
         return
     try:
-        if needed_by is not None and cuda and not ctypes.CDLL(str(library)).lnrewrite_has_cuda():
-            why = f"{library} was built without CUDA: its operators would run on the CPU"
-            raise LnrewriteError("LN530", f"model {needed_by!r}", why, "lnrewrite kernels build --cuda")
         options.register_custom_ops_library(str(library))
-    except LnrewriteError:
-        raise
-    except Exception as why:  # ONNX Runtime has no common base class of its errors
-        text = f"it does not load: {' '.join(str(why).split())[:200]}"
-        raise LnrewriteError("LN530", str(library), text, "lnrewrite kernels build") from why
+        lacks = needed_by is not None and cuda and not ctypes.CDLL(str(library)).lnrewrite_has_cuda()
+    except Exception as error:  # ONNX Runtime has no common base class of its errors
+        text = f"it does not load: {' '.join(str(error).split())[:200]}"
+        raise LnrewriteError("LN530", str(library), text, "lnrewrite kernels build") from error
+    if lacks:
+        why = f"{library} was built without CUDA: its operators would run on the CPU"
+        raise LnrewriteError("LN530", f"model {needed_by!r}", why, "lnrewrite kernels build --cuda")

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+TRITON = importlib.util.find_spec("triton") is not None
+
 
 def norm_add_norm(
     f: Tensor,
@@ -41,9 +43,6 @@ def norm_add_norm(
         return h, z
     h = x + _normed(f, g_out, b_out, eps_out, layernorm)
     return h, _normed(h, g_in, b_in, eps_in, layernorm)
-
-
-TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _normed(v: Tensor, gain: Tensor, bias: Tensor | None, eps: float, layernorm: bool) -> Tensor:

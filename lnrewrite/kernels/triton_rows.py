@@ -11,6 +11,18 @@ from torch import Tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def normed(v, gain, bias, k, there, width, eps, layer: tl.constexpr, has_bias: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the norm of a row in float32; its numbers that are not `there` are zero."""
+    if layer:
+        v = tl.where(there, v - tl.sum(v, 0) / width, 0.0)
+    v = v / tl.sqrt(tl.sum(v * v, 0) / width + eps)
+    v = v * tl.load(gain + k, mask=there, other=0.0).to(tl.float32)
+    if has_bias:
+        v += tl.load(bias + k, mask=there, other=0.0).to(tl.float32)
+    return v
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def rows(  # type: ignore[no-untyped-def]
     f, x, g_out, b_out, g_in, b_in, h, z, width, eps_out, eps_in,
     block: tl.constexpr, layer: tl.constexpr, has_b_out: tl.constexpr, has_b_in: tl.constexpr,
@@ -23,22 +35,12 @@ def rows(  # type: ignore[no-untyped-def]
 
     v = tl.load(f + start + k, mask=there, other=0.0).to(tl.float32)
     skip = tl.load(x + start + k, mask=there, other=0.0).to(tl.float32)
-    if layer:
-        v = tl.where(there, v - tl.sum(v, 0) / width, 0.0)
-    v = v / tl.sqrt(tl.sum(v * v, 0) / width + eps_out)
-    v = v * tl.load(g_out + k, mask=there, other=0.0).to(tl.float32)
-    if has_b_out:
-        v += tl.load(b_out + k, mask=there, other=0.0).to(tl.float32)
+    v = normed(v, g_out, b_out, k, there, width, eps_out, layer, has_b_out)
     total = (v.to(dtype).to(tl.float32) + skip).to(dtype)
     tl.store(h + start + k, total, mask=there)
 
     v = tl.where(there, total.to(tl.float32), 0.0)
-    if layer:
-        v = tl.where(there, v - tl.sum(v, 0) / width, 0.0)
-    v = v / tl.sqrt(tl.sum(v * v, 0) / width + eps_in)
-    v = v * tl.load(g_in + k, mask=there, other=0.0).to(tl.float32)
-    if has_b_in:
-        v += tl.load(b_in + k, mask=there, other=0.0).to(tl.float32)
+    v = normed(v, g_in, b_in, k, there, width, eps_in, layer, has_b_in)
     tl.store(z + start + k, v.to(dtype), mask=there)
 
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import TopologicalSortPass
 
 from ..backends.onnx_lift import dtype as type_of
-from ..backends.onnx_norms import SITE, attributes, constant
+from ..backends.onnx_norms import SITE, attributes, zeros
 from ..kernels.library import DOMAIN
 from .forms import Row, like, take_place
 from .table import LAYER, SKIP
@@ -116,7 +115,7 @@ def _fused(graph: ir.Graph, boundary: Boundary, biased: bool) -> ir.Node:
     (x,) = (v for v in add.inputs if v is not p)
     inputs = [before.inputs[0], x, *(norm.inputs[1] for norm in norms)]
     if biased:
-        inputs += [norm.inputs[2] if len(norm.inputs) > 2 else _zeros(graph, gain) for norm in norms]
+        inputs += [norm.inputs[2] if len(norm.inputs) > 2 else zeros(graph, gain) for norm in norms]
     named = zip(("eps_out", "eps_in"), norms, strict=False)
     held: dict[str, float | int] = {name: norm.attributes.get_float("epsilon", 1e-5) for name, norm in named}
     held["layernorm"] = int(before.op_type == LAYER)
@@ -128,12 +127,6 @@ def _fused(graph: ir.Graph, boundary: Boundary, biased: bool) -> ir.Node:
         take_place(node.outputs[0], new)
     graph.remove([*norms[1:], add, before], safe=True)
     return made
-
-
-def _zeros(graph: ir.Graph, gain: ir.Value) -> ir.Value:
-    assert gain.shape is not None and gain.dtype is not None
-    width, dtype = gain.shape.numpy()[0], gain.dtype
-    return constant(graph, f"lnrewrite.zeros.{width}.{dtype.name.lower()}", np.zeros(width, dtype.numpy()))
 
 
 def _definition(name: str, kind: str, biased: bool, opset: int) -> ir.Function:

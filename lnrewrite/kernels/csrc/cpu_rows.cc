@@ -3,7 +3,6 @@
 // arithmetic takes them.
 #include <cmath>
 #include <cstring>
-#include <vector>
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif

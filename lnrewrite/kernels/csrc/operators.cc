@@ -7,10 +7,10 @@
 #include "boundary.h"
 #include "ort_abi.h"
 
-#define LEVELS(of) of(base)
 #if defined(__x86_64__)
-#undef LEVELS
 #define LEVELS(of) of(base) of(v3) of(v4)
+#else
+#define LEVELS(of) of(base)
 #endif
 #define DECLARE(level) extern "C" void cpu_rows_##level(const Boundary& b, int64_t first, int64_t last);
 LEVELS(DECLARE)
@@ -51,19 +51,15 @@ struct Operator : OrtCustomOp {
 const Operator& self(const OrtCustomOp* op) { return *static_cast<const Operator*>(op); }
 
 struct Kernel {
-  Type type;
-  bool both, cuda;
-  float eps_out, eps_in = 0;
-  int64_t layer;
+  const Operator& op;  // one of those that are registered, for as long as the library is loaded
+  float eps_out = 0, eps_in = 0;
+  int64_t layer = 0;
 };
 
 OrtStatus* create(const OrtCustomOp* op, const OrtApi* table, const OrtKernelInfo* info, void** out) {
-  auto kernel = std::make_unique<Kernel>();
-  kernel->type = self(op).type;
-  kernel->both = self(op).both;
-  kernel->cuda = self(op).cuda;
+  std::unique_ptr<Kernel> kernel(new Kernel{self(op)});
   TRY(table->attribute(info, "eps_out", &kernel->eps_out));
-  if (kernel->both) TRY(table->attribute(info, "eps_in", &kernel->eps_in));
+  if (kernel->op.both) TRY(table->attribute(info, "eps_in", &kernel->eps_in));
   TRY(table->attribute(info, "layernorm", &kernel->layer));
   *out = kernel.release();
   return nullptr;
@@ -99,7 +95,7 @@ struct Tasks {
 };
 
 OrtStatus* launch(const Kernel& kernel, const OrtKernelContext* context, const Boundary& boundary) {
-  if (kernel.cuda) {
+  if (kernel.op.cuda) {
 #ifdef WITH_CUDA
     void* stream = nullptr;
     TRY(api->gpu_stream(context, &stream));
@@ -116,13 +112,13 @@ OrtStatus* launch(const Kernel& kernel, const OrtKernelContext* context, const B
 OrtStatus* compute(void* held, OrtKernelContext* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(held);
   Boundary b{};
-  b.type = kernel.type;
+  b.type = kernel.op.type;
   b.layer = kernel.layer != 0;
   b.eps_out = kernel.eps_out;
   b.eps_in = kernel.eps_in;
   const void** places_of_both[] = {&b.f, &b.x, &b.g_out, &b.g_in, &b.b_out, &b.b_in};
   const void** places_of_one[] = {&b.f, &b.x, &b.g_out, &b.b_out};
-  const void*** places = kernel.both ? places_of_both : places_of_one;
+  const void*** places = kernel.op.both ? places_of_both : places_of_one;
   size_t count = 0;
   TRY(api->input_count(context, &count));
   std::vector<int64_t> sizes, others;
@@ -142,7 +138,7 @@ OrtStatus* compute(void* held, OrtKernelContext* context) {
   OrtValue* made = nullptr;
   TRY(api->output(context, 0, sizes.data(), sizes.size(), &made));
   TRY(api->data(made, &b.h));
-  if (kernel.both) {
+  if (kernel.op.both) {
     TRY(api->output(context, 1, sizes.data(), sizes.size(), &made));
     TRY(api->data(made, &b.z));
   }
