@@ -146,7 +146,8 @@ def _options(model: Timed, target: str, threads: int) -> onnxruntime.SessionOpti
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 4
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    register(options, model.name if model.ours else None, target == "cuda")
+    if model.ours:
+        register(options, model.name, target == "cuda")
     if target == "cuda":
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         for name, size in model.sizes.items():  # a CUDA graph has one shape; free ones are computed on the CPU

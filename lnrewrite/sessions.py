@@ -33,7 +33,8 @@ def session(
     options = options or onnxruntime.SessionOptions()
     if threads is not None:
         options.intra_op_num_threads = threads
-    register(options, name if holds_operators(path) else None, target == "cuda")
+    if holds_operators(path):
+        register(options, name, target == "cuda")
     more = {} if target == "cpu" else {"enable_fallback": 0}
     try:
         return onnxruntime.InferenceSession(path, options, providers=[PROVIDERS[target]], **more)

@@ -203,8 +203,18 @@ def test_a_library_that_is_named_and_missing_stops_only_what_needs_it(
     monkeypatch.setenv(library.VARIABLE, str(tmp_path / "none.so"))
     gemma.export(tmp_path / "m.onnx", target="cpu")
     assert lnr.load(str(tmp_path / "m.onnx")).inspect()["placement"] == "peri"
+    assert lnr.session(tmp_path / "m.onnx") and lnr.bench([str(tmp_path / "m.onnx")], rounds=1, runs=1)
     with pytest.raises(lnr.LnrewriteError, match="LN530 LNREWRITE_KERNELS: there is no file"):
         gemma.export(tmp_path / "m.onnx", target="cpu", fuse="custom")
+
+
+def test_a_library_may_be_named_by_a_relative_path(
+    gemma: Program, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gemma.export(tmp_path / "m.onnx", target="cpu", fuse="custom", verify=False)
+    monkeypatch.chdir(kernels.parent)
+    monkeypatch.setenv(library.VARIABLE, kernels.name)
+    assert lnr.session(tmp_path / "m.onnx")
 
 
 def test_bench_takes_the_kernels(gemma: Program, kernels: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from boundary import timed
 from onnx import TensorProto, numpy_helper
 
 from lnrewrite.kernels.library import register
-from lnrewrite.sessions import PROVIDERS
+from lnrewrite.sessions import PROVIDERS, holds_operators
 
 MODELS = {
     "bert-base": {"model_type": "bert"},
@@ -169,7 +169,8 @@ class Timed:
         self.stream = torch.cuda.Stream() if target == "cuda" else None
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        register(options)
+        if holds_operators(path):
+            register(options, str(path), target == "cuda")
         before = free(target)
         more: dict[str, str] = {}
         if self.stream:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..diagnostics import LnrewriteError
-from ..kernels.library import DOMAIN, register
+from ..kernels.library import DOMAIN, find, register
 from .onnx_double import doubled, widened
 from .onnx_file import ONE_FILE, bytes_of, whole, write
 
@@ -105,8 +105,8 @@ def _session(model: ir.Model) -> Run:
     model = _plain_ends(model)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    if any(node.domain == DOMAIN for node in model.graph):
-        register(options)
+    if any(node.domain == DOMAIN for node in model.graph) and find() is not None:  # else by their definitions
+        register(options, "the model")
     try:
         if bytes_of(model) > ONE_FILE:
             with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:

@@ -23,26 +23,24 @@ def find() -> Path | None:
     if named := os.environ.get(VARIABLE):
         if not Path(named).is_file():
             raise LnrewriteError("LN530", VARIABLE, f"there is no file {named}", "name the library, or unset it")
-        return Path(named)
+        return Path(named).resolve()  # a bare name would be looked for where the system keeps libraries
     built = place()
     return built if built.is_file() else None
 
 
-def register(options: Any, needed_by: str | None = None, cuda: bool = False) -> None:
-    """Give an onnxruntime.SessionOptions the operators, where they are built.
+def register(options: Any, needed_by: str, cuda: bool = False) -> None:
+    """Give an onnxruntime.SessionOptions the operators that a model needs.
 
-    needed_by: the model that holds them, if it does; cuda: it runs on CUDA. Raises LnrewriteError LN530 where that
-    model is named and there is no library, or none with CUDA kernels, and where the library does not load.
+    needed_by: that model, for errors; cuda: it runs on CUDA. Raises LnrewriteError LN530 where there is no library, or
+    none with CUDA kernels, and where the library does not load.
     """
     library = find()
     if library is None:
-        if needed_by is not None:
-            why = "it holds operators of lnrewrite, whose kernels are not built here"
-            raise LnrewriteError("LN530", f"model {needed_by!r}", why, "lnrewrite kernels build")
-        return
+        why = "it holds operators of lnrewrite, whose kernels are not built here"
+        raise LnrewriteError("LN530", f"model {needed_by!r}", why, "lnrewrite kernels build")
     try:
         options.register_custom_ops_library(str(library))
-        lacks = needed_by is not None and cuda and not ctypes.CDLL(str(library)).lnrewrite_has_cuda()
+        lacks = cuda and not ctypes.CDLL(str(library)).lnrewrite_has_cuda()
     except Exception as error:  # ONNX Runtime has no common base class of its errors
         text = f"it does not load: {' '.join(str(error).split())[:200]}"
         raise LnrewriteError("LN530", str(library), text, "lnrewrite kernels build") from error
