@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .plan import Refusal
 
@@ -22,6 +23,10 @@ class LnrewriteError(Exception):
     def __init__(self, code: str, what: str, why: str, remedy: str) -> None:
         self.code, self.what, self.why, self.remedy = code, what, one_line(why), one_line(remedy)
         super().__init__(f"{code} {what}: {self.why}; {self.remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Come back whole from a worker process, whatever the class is made of."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, str]:
         """Return the `error` object of `--json`."""

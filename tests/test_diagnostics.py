@@ -1,0 +1,28 @@
+"""Errors keep what they say wherever they go."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from lnrewrite.diagnostics import LnrewriteError, Refused, UsageError
+from lnrewrite.healing.training import Stopped
+from lnrewrite.plan import Refusal
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LnrewriteError("LN403", "model.onnx", "its outputs are off", "export it in float32"),
+        UsageError("LN003", "lr=-1", "a rate is positive", "give one"),
+        Refused([Refusal("LN310", "blocks.0", "shared", "untie it"), Refusal("LN311", "blocks.1", "gated", "skip it")]),
+        Stopped("global", 7),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_comes_back_whole_from_another_process(error: LnrewriteError) -> None:
+    """A pool of processes reports what a worker raised; an error that cannot be read again breaks the pool."""
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error)
+    assert (str(found), found.__dict__, found.exit_code) == (str(error), error.__dict__, error.exit_code)
