@@ -85,12 +85,11 @@ class Objective:
         """Say whether there are targets: the next tokens of a causal model, or labels in the data."""
         return bool(self.ids) or LABELS in batch
 
-    def terms(self, mix: Mix, batch: Rows, student: Seen, teacher: Seen | None) -> dict[str, Tensor]:
-        """Return each term that weighs anything, unweighted."""
+    def terms(self, mix: Mix, batch: Rows, student: Seen, teacher: Seen | None, targets: float) -> dict[str, Tensor]:
+        """Return each term that weighs anything, unweighted; `targets`: how many a process has, on the average."""
         found: dict[str, Tensor] = {}
         if mix.task:
-            losses = self.rows(student.outputs, batch)
-            found["task"] = losses.sum() / max(1, len(losses))
+            found["task"] = self.rows(student.outputs, batch).sum() / max(1, targets)
         if mix.kl and teacher:
             found["kl"] = self.divergence(student.outputs, teacher.outputs, batch)
         if mix.hidden and teacher:

@@ -29,7 +29,9 @@ class Recipe:
     what makes an attention's values), that move one after the other. drop_final: take the final norm away by degrees
     too; it anchors the logits, so it stays by default. control: train the teacher on the same tokens.
 
-    batch: rows of a step over all processes, in `accumulate` micro-batches. lr: the peak learning rate of AdamW, after
+    batch: rows of a step over all processes, in `accumulate` micro-batches. rehearse: this share of them, rounded up,
+    is random tokens, on which the student only copies the teacher, so that what the data lack does not drift
+    (`Rehearsed`); a model that reads no tokens has none. lr: the peak learning rate of AdamW, after
     `warmup` steps, then a cosine down to a fiftieth; a matrix that the conversion scaled learns at its rate times that
     scale, in proportion to its size as before. gain_lr: the student's gains and biases learn so many times faster
     (moved norms have to find new sizes: on demo:tinygpt 50 to 100 times healed best). control_lr: the control's rate;
@@ -50,6 +52,7 @@ class Recipe:
     control: bool = True
     batch: int = 16
     accumulate: int = 1
+    rehearse: float = 0.125
     lr: float = 3e-4
     gain_lr: float = 10.0
     control_lr: float | None = None
@@ -78,6 +81,8 @@ class Recipe:
             _wrong("batch", self.batch, f"give a multiple of accumulate, {self.accumulate}")
         if not 0 < self.ramp <= 1:
             _wrong("ramp", self.ramp, "give a share of the steps, above 0 and up to 1")
+        if not 0 <= self.rehearse < 1:
+            _wrong("rehearse", self.rehearse, "give a share of the rows, from 0 to below 1")
         if self.stages and not (self.progressive or self.drop_final):
             _wrong("stages", ",".join(self.stages), "add progressive: only there norms move in stages")
         if self.local_steps and self.progressive:

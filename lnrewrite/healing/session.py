@@ -28,6 +28,7 @@ from .folding import fold, unfoldable
 from .losses import Mix, Objective, losses_of
 from .outcome import Outcome, picture
 from .recipe import TRAINED, Recipe
+from .rehearsal import Rehearsed
 from .snapshots import Snapshots
 from .tapers import Tapering
 from .training import Phase, Side
@@ -163,7 +164,14 @@ class Session:
         phase = Phase(
             name, steps, student, teacher, self.objective, mix, recipe, trained, sizes, lr, gain_lr, tapers=tapers
         )
-        phase.run(self.feed, self.snapshots, self.world, self.say)
+        phase.run(self.rehearsed(teacher, mix), self.snapshots, self.world, self.say)
+
+    def rehearsed(self, teacher: Side | None, mix: Mix) -> Feed:
+        """Return the data, with random tokens among them where a teacher says what they give."""
+        limits = self.teacher.id_limits()
+        if not (self.recipe.rehearse and limits and teacher and (mix.kl or mix.hidden)):
+            return self.feed
+        return Rehearsed(self.feed, self.recipe.rehearse, limits, self.objective, self.recipe.seed)
 
     def names(self, program: Program, train: str | None = None) -> frozenset[str]:
         """Return the names of the parameters that are trained."""

@@ -137,8 +137,9 @@ class Phase:
         for micro in range(recipe.accumulate):
             batch = feed.batch(step * recipe.accumulate + micro)
             tokens += max(t[..., 0].numel() if t.is_floating_point() else t.numel() for t in batch.values())
+            targets = self.objective.count(batch) / world.size
             batch = world.share(batch)
-            terms = self.terms(batch)
+            terms = self.terms(batch, targets)
             total = torch.stack([getattr(self.mix, name) * value for name, value in terms.items()]).sum()
             seen = world.mean(torch.stack([total, *terms.values()]).detach())
             if not torch.isfinite(seen[0]):
@@ -154,8 +155,8 @@ class Phase:
         named = zip(("loss", *terms), means.tolist(), strict=True)
         return {**dict(named), "lr": self.lr * share, "tokens": tokens}
 
-    def terms(self, batch: Rows) -> dict[str, Tensor]:
-        """Return the terms of the loss on one batch."""
+    def terms(self, batch: Rows, targets: float) -> dict[str, Tensor]:
+        """Return the terms of the loss on this process's rows of a batch with so many targets for each process."""
         device = next(iter(batch.values())).device.type
         with torch.autocast(device, torch.bfloat16) if self.recipe.bf16 else nullcontext():
             seen = None
@@ -163,7 +164,7 @@ class Phase:
                 with torch.no_grad():
                     seen = self.teacher.run(batch)
             mine = self.student.run(batch)
-        return self.objective.terms(self.mix, batch, mine, seen)
+        return self.objective.terms(self.mix, batch, mine, seen, targets)
 
     def fail(self, step: int, batch: Rows, what: str) -> None:
         """Raise LN604 with the first block whose state is not finite, or the first parameter whose gradient is not."""

@@ -1,0 +1,106 @@
+"""Rehearsal: which rows are replaced, by what, and that it keeps what the data lack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import lnrewrite as lnr
+from lnrewrite import demo
+from lnrewrite.healing.feed import Feed, Rows
+from lnrewrite.healing.losses import IGNORED, Objective
+from lnrewrite.healing.recipe import Recipe
+from lnrewrite.healing.rehearsal import DISTINCT, Rehearsed
+
+LIMITS = {"input_ids": 900, "token_type_ids": 2}
+
+
+class Given(Feed):
+    """Give rows of ascending tokens, the first of the last row masked."""
+
+    def __init__(self, rows: int, labels: Tensor | None = None) -> None:
+        ids = torch.arange(rows * 64).reshape(rows, 64)
+        mask = torch.ones_like(ids)
+        mask[0, -1] = 0
+        self.whole = {"input_ids": ids, "token_type_ids": ids % 2, "attention_mask": mask}
+        self.whole |= {} if labels is None else {"labels": labels}
+        self.held_out = [self.whole]
+
+    def batch(self, index: int) -> Rows:
+        return self.whole
+
+
+def rehearsed(feed: Feed, share: float = 0.25, ids: str = "input_ids") -> Rehearsed:
+    return Rehearsed(feed, share, LIMITS, Objective(ids, ("attention_mask",), True), seed=3)
+
+
+def test_the_last_rows_are_a_few_random_tokens_each_and_no_target() -> None:
+    given = Given(8)
+    before = {name: t.clone() for name, t in given.whole.items()}
+    batch = rehearsed(given).batch(5)
+    ids = batch["input_ids"]
+    assert torch.equal(ids[:6], before["input_ids"][:6])
+    assert all(row.unique().numel() < DISTINCT for row in ids[6:]) and ids[6:].max() < 900
+    assert not torch.equal(ids[6], ids[7])
+    assert all(torch.equal(batch[name], before[name]) for name in ("token_type_ids", "attention_mask"))
+    assert torch.equal(batch["labels"][0, :62], before["input_ids"][0, 1:63])
+    assert batch["labels"][0, 62] == IGNORED  # the token that follows is masked
+    assert (batch["labels"][:, -1] == IGNORED).all() and (batch["labels"][6:] == IGNORED).all()
+    assert all(torch.equal(t, before[name]) for name, t in given.whole.items())  # the data are left alone
+
+
+def test_every_token_of_the_vocabulary_comes() -> None:
+    feed = rehearsed(Given(8), 0.5)
+    seen = torch.cat([feed.batch(i)["input_ids"][4:].flatten() for i in range(200)]).unique()
+    assert len(seen) == 900
+
+
+def test_a_batch_is_a_function_of_its_number() -> None:
+    feeds = [rehearsed(Given(4)) for _ in range(2)]
+    first = [feeds[0].batch(i)["input_ids"] for i in range(4)]
+    assert torch.equal(feeds[1].batch(2)["input_ids"], first[2])
+    assert not torch.equal(first[1], first[2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "kept"), [(8, 0.01, 7), (8, 0.125, 7), (4, 0.5, 2), (2, 0.9, 1), (1, 0.5, 1)]
+)
+def test_the_share_is_rounded_up_and_a_row_of_data_is_kept(rows: int, share: float, kept: int) -> None:
+    batch = rehearsed(Given(rows), share).batch(0)
+    assert int((batch["labels"][:, 0] != IGNORED).sum()) == kept
+
+
+def test_given_labels_stay_and_without_a_task_there_are_none() -> None:
+    labels = torch.arange(4)
+    assert rehearsed(Given(4, labels), ids="").batch(0)["labels"].tolist() == [0, 1, 2, IGNORED]
+    assert labels.tolist() == [0, 1, 2, 3]
+    assert "labels" not in rehearsed(Given(4), ids="").batch(0)
+
+
+def test_what_the_data_lack_is_kept(tmp_path: Path) -> None:
+    """The data are ASCII; how far are teacher and student apart on windows of other bytes?"""
+    text = tmp_path / "ascii.txt"
+    text.write_bytes(bytes(b for b in demo.training_text() if b < 128))
+    calibration = demo.calibration()
+    teacher = lnr.capture(demo.load("tinygpt"), kwargs=calibration[0])
+    student = lnr.Pipeline.parse("place{to=peri}").run(teacher, calibration).program
+    others = torch.randint(128, 256, (16, 64), generator=torch.Generator().manual_seed(1))
+    objective = Objective("input_ids", (), True)
+
+    def apart(rehearse: float) -> float:
+        how = {"steps": 40, "batch": 8, "length": 64, "lr": 1e-3, "control": False, "rehearse": rehearse}
+        healed = lnr.heal(teacher, student, str(text), **how).program.module()
+        with torch.no_grad():
+            pair = (program(input_ids=others) for program in (healed, teacher.module()))
+            return float(objective.divergence(*pair, {"input_ids": others}))
+
+    assert apart(0.125) < 0.6 * apart(0.0)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_a_share_is_below_one(share: float) -> None:
+    with pytest.raises(lnr.UsageError, match="LN003 rehearse"):
+        Recipe(rehearse=share)
