@@ -30,7 +30,7 @@ from ..options import check_data, check_device, opened, options, target_of
 @click.option("--no-control", is_flag=True, help="Do not train the teacher on the same tokens.")
 @click.option("--batch", default=16, show_default=True, help="Rows of a step, over all processes.")
 @click.option("--accumulate", default=1, show_default=True, help="Micro-batches of a step.")
-@click.option("--rehearse", default=0.125, show_default=True, help="This share of a step's rows is random tokens.")
+@click.option("--rehearse", default=0.0625, show_default=True, help="This share of the rows holds random tokens.")
 @click.option("--length", type=click.IntRange(2), help="Tokens of a window cut from a text.")
 @click.option("--lr", default=3e-4, show_default=True, help="Peak learning rate.")
 @click.option("--gain-lr", default=10.0, show_default=True, help="Gains and biases learn so many times faster.")

@@ -29,8 +29,8 @@ class Recipe:
     what makes an attention's values), that move one after the other. drop_final: take the final norm away by degrees
     too; it anchors the logits, so it stays by default. control: train the teacher on the same tokens.
 
-    batch: rows of a step over all processes, in `accumulate` micro-batches. rehearse: this share of them, rounded up,
-    is random tokens, on which the student only copies the teacher, so that what the data lack does not drift
+    batch: rows of a step over all processes, in `accumulate` micro-batches. rehearse: this share of all rows
+    holds random tokens, and there the student only copies the teacher, so that what the data lack does not drift
     (`Rehearsed`); a model that reads no tokens has none. lr: the peak learning rate of AdamW, after
     `warmup` steps, then a cosine down to a fiftieth; a matrix that the conversion scaled learns at its rate times that
     scale, in proportion to its size as before. gain_lr: the student's gains and biases learn so many times faster
@@ -52,7 +52,7 @@ class Recipe:
     control: bool = True
     batch: int = 16
     accumulate: int = 1
-    rehearse: float = 0.125
+    rehearse: float = 0.0625
     lr: float = 3e-4
     gain_lr: float = 10.0
     control_lr: float | None = None

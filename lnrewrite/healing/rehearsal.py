@@ -1,4 +1,4 @@
-"""Rehearse what the data lack: rows of random tokens, on which the student only copies the teacher.
+"""Rehearse what the data lack: rows with random tokens, on which the student only copies the teacher.
 
 A healing sees few tokens, and what they do not hold drifts. On demo:tinygpt two of 686 held-out windows, tables of
 letters that the training windows hardly hold, were most of the gap that was left. Random inputs with the teacher's own
@@ -15,15 +15,13 @@ import torch
 from .feed import LABELS, Feed, Rows, number
 from .losses import IGNORED, Objective
 
-DISTINCT = 32
-"""A row holds fewer distinct tokens than this, drawn from the whole vocabulary: they recur, as tokens of a text do."""
-
 
 class Rehearsed(Feed):
-    """Replace the last rows of each batch of `feed`, `share` of them, by random tokens that no task counts.
+    """Put random tokens into the last rows of a batch of `feed`, `share` of all rows of a run; no task counts them.
 
-    limits: the size of the table behind each input of integers; only inputs with the largest one, the vocabulary, are
-    replaced. A batch keeps one row of data at least.
+    How many of a row's tokens are random is random too, from few among the data's own to nearly all. limits: the size
+    of the table behind each input of integers; only inputs with the largest one, the vocabulary, are changed. A batch
+    keeps one row as it is at least.
     """
 
     def __init__(self, feed: Feed, share: float, limits: Mapping[str, int], objective: Objective, seed: int) -> None:
@@ -35,7 +33,8 @@ class Rehearsed(Feed):
     def batch(self, index: int) -> Rows:
         batch = dict(self.feed.batch(index))
         rows = len(batch[self.ids[0]])
-        first = rows - min(math.ceil(self.share * rows), rows - 1)
+        before, after = (math.floor(self.share * rows * i) for i in (index, index + 1))
+        first = max(1, rows - (after - before))
         if self.objective.has_task(batch):
             batch[LABELS] = self.labels(batch)
             batch[LABELS][first:] = IGNORED
@@ -43,9 +42,8 @@ class Rehearsed(Feed):
         for name in self.ids:
             batch[name] = batch[name].clone()
             for row in batch[name][first:]:
-                distinct = int(torch.randint(2, DISTINCT, (), generator=draw))
-                tokens = torch.randint(self.size, (distinct,), generator=draw)
-                row.copy_(tokens[torch.randint(distinct, row.shape, generator=draw)])
+                hit = torch.rand(row.shape, generator=draw) < torch.rand((), generator=draw)
+                row[hit] = torch.randint(self.size, (int(hit.sum()),), generator=draw, dtype=row.dtype)
         return batch
 
     def labels(self, batch: Rows) -> torch.Tensor:
