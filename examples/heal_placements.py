@@ -191,7 +191,7 @@ def _spelled(values) -> str:
 )
 @click.option("--norm-free", is_flag=True, help="Instead: take every block norm of tinygpt away, and the final one.")
 @click.option("--seeds", default=5, help="Seeds of data order and calibration.")
-@click.option("--steps", default=400, help="Optimizer steps.")
+@click.option("--steps", default=250, help="Optimizer steps.")
 @click.option("--batch", default=8, help="Windows of 128 bytes in a step.")
 @click.option("--losses", default="task=0.5,kl=0.5,hidden=3,spread=0.1", help="The losses of the healed.")
 @click.option("--bf16", is_flag=True, help="Run under bfloat16 autocast: faster where the CPU has it.")
