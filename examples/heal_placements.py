@@ -1,9 +1,9 @@
 """Heal two small models in every placement and compare with a control: five seeds, the naive start beside it.
 
     python examples/train_tinyrope.py --out tinyrope.safetensors        # once: the second model, some ten minutes
-    python examples/heal_placements.py --tinyrope tinyrope.safetensors  # 68 runs: some 40 minutes, two at a time
+    python examples/heal_placements.py --tinyrope tinyrope.safetensors  # 68 runs: some 20 minutes, two at a time
 
-Every run trains on the sources of the Python standard library, as the models were, for a few per cent of the tokens
+Every run trains on the sources of the Python standard library, as the models were, for a per cent or two of the tokens
 that they were trained on, and is measured on files that neither ever saw. The control is the model itself, trained on
 the same windows for as many steps, on the task alone, with the learning rate that is best for it. Naive: the same norms
 with unit gains, all other weights as they were, healed alike.
@@ -194,6 +194,7 @@ def _spelled(values) -> str:
 @click.option("--steps", default=250, help="Optimizer steps.")
 @click.option("--batch", default=8, help="Windows of 128 bytes in a step.")
 @click.option("--losses", default="task=0.5,kl=0.5,hidden=3,spread=0.1", help="The losses of the healed.")
+@click.option("--rehearse", default=0.0625, help="The share of rows with random tokens.")
 @click.option("--bf16", is_flag=True, help="Run under bfloat16 autocast: faster where the CPU has it.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each.")
 @click.option("--out", type=click.Path(path_type=Path), help="A JSON file for all figures.")
