@@ -128,7 +128,7 @@ def jobs(weights: str | None, seeds: int, folder: Path, norm_free: bool, **recip
 
     training, _, _ = sources(Path(sysconfig.get_paths()["stdlib"]), 0)
     (folder / "training.txt").write_bytes(training)
-    (folder / "held_out.txt").write_bytes(demo.heldout_text()[:2048])  # `measured` takes all of it
+    (folder / "held_out.txt").write_bytes(demo.heldout_text()[:2048])  # `one` measures on all of it
     base = {"text": str(folder / "training.txt"), "held_out": str(folder / "held_out.txt"), "weights": weights}
     base |= {"recipe": recipe}
     found = []

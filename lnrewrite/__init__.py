@@ -64,7 +64,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .benching import bench
-    from .diagnostics import LnrewriteError, Refused, UsageError, explain
+    from .codes import explain
+    from .diagnostics import LnrewriteError, Refused, UsageError
     from .healing.session import heal
     from .kernels.torch_op import norm_add_norm
     from .live import rewrite, unrewrite
@@ -78,7 +79,7 @@ _HOME = {
     "LnrewriteError": "diagnostics",
     "Refused": "diagnostics",
     "UsageError": "diagnostics",
-    "explain": "diagnostics",
+    "explain": "codes",
     "Pipeline": "pipeline",
     "Result": "pipeline",
     "OnnxProgram": "onnx_program",

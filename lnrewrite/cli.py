@@ -12,8 +12,7 @@ import click
 
 from . import __version__
 from .console import Group, show, working
-from .diagnostics import CATALOGUE, LnrewriteError, UsageError, unknown
-from .diagnostics import explain as explained
+from .diagnostics import LnrewriteError, UsageError, unknown
 from .healing.command import heal
 from .options import OUT, check_data, feed_of, opened, options, target_of
 
@@ -234,6 +233,8 @@ def passes(name: str | None, as_json: bool, quiet: bool, verbose: bool) -> None:
 @options()
 def explain(code: str, as_json: bool, quiet: bool, verbose: bool) -> None:
     """Say what a diagnostic code means and what to do about it."""
+    from .codes import CATALOGUE
+    from .codes import explain as explained
     from .tables import page
 
     text = explained(code)

@@ -24,7 +24,7 @@ from torch import nn
 import lnrewrite
 from lnrewrite import demo
 from lnrewrite.cli import main
-from lnrewrite.diagnostics import CATALOGUE
+from lnrewrite.codes import CATALOGUE
 from lnrewrite.pipeline import Pipeline
 from lnrewrite.tables import WIDTH, drawing, placement_map
 

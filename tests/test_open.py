@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lnrewrite.diagnostics import CATALOGUE, LnrewriteError
+from lnrewrite.codes import CATALOGUE
+from lnrewrite.diagnostics import LnrewriteError
 from lnrewrite.forms import Format, identify
 from lnrewrite.open import load_weights, open_module
 from lnrewrite.pickles import pickled_names

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from lnrewrite.cli import main
-from lnrewrite.diagnostics import CATALOGUE
+from lnrewrite.codes import CATALOGUE
 from lnrewrite.pipeline import PRESETS
 
 README = Path(__file__).parent.parent / "README.md"

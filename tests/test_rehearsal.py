@@ -19,7 +19,7 @@ LIMITS = {"input_ids": 900, "token_type_ids": 2}
 
 
 class Given(Feed):
-    """Give rows of ascending tokens, the first of the last row masked."""
+    """Give rows of ascending tokens, the last of the first row masked."""
 
     def __init__(self, rows: int, labels: Tensor | None = None) -> None:
         ids = torch.arange(rows * 64).reshape(rows, 64)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from torch.nn import functional as F
 
 from .feed import LABELS, Feed, Rows, number
 from .losses import IGNORED, Objective
@@ -48,8 +49,5 @@ class Rehearsed(Feed):
 
     def labels(self, batch: Rows) -> torch.Tensor:
         """Return a batch's own labels or, of a causal model, the token behind each: [rows, ...]."""
-        if LABELS in batch:
-            return batch[LABELS].clone()
-        found = torch.full_like(batch[self.objective.ids], IGNORED, dtype=torch.long)
-        found[:, :-1] = self.objective.targets(batch)
-        return found
+        found = self.objective.targets(batch)
+        return found.clone() if LABELS in batch else F.pad(found, (0, 1), value=IGNORED)
