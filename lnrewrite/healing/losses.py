@@ -153,9 +153,8 @@ class Objective:
         return self._mean((self._unit(student) - self._unit(teacher)).square().mean(-1), batch)
 
     def _unit(self, x: Tensor) -> Tensor:
-        x = x.float()
-        x = x - x.mean(-1, keepdim=True) if self.centred else x
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-12)
+        norm = F.layer_norm if self.centred else F.rms_norm
+        return norm(x.float(), x.shape[-1:], eps=1e-12)
 
     def _mean(self, rows: Tensor, batch: Rows) -> Tensor:
         """Return the mean over the tokens that count."""

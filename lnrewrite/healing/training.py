@@ -116,7 +116,7 @@ class Phase:
                 size = self.sizes.get(view.origin(name), 1.0)
                 groups[self.lr * size, self.recipe.decay / size].append(parameter)
         rows = [{"params": p, "initial_lr": lr, "weight_decay": decay} for (lr, decay), p in groups.items()]
-        return torch.optim.AdamW(rows, betas=(0.9, 0.95))
+        return torch.optim.AdamW(rows, betas=(0.9, 0.95), fused=True)
 
     def taper(self, step: int) -> None:
         """Set every taper's power for a step: stage by stage, linear, from the teacher to the end at `ramp`."""
