@@ -6,8 +6,8 @@
 Every run trains on the sources of the Python standard library, as the models were, for a per cent or two of the tokens
 that they were trained on, and is measured on files that neither ever saw. The control is the model itself, trained on
 the same windows for as many steps, on the task alone, with the learning rate that is best for it (of 3e-5, 5e-5 and
-1e-4 on tinygpt, 5e-5, 1e-4 and 2e-4 on tinyrope). Naive: the same norms with unit
-gains, all other weights as they were, healed alike.
+1e-4 on tinygpt, 5e-5, 1e-4 and 2e-4 on tinyrope). Naive: the same norms with unit gains, all other weights as they
+were, healed alike.
 """
 
 import json
@@ -39,29 +39,30 @@ NORM_FREE = {"no block norms": {}, "no norms at all": {"drop_final": True}}
 TRAINED = {"tinygpt": 13_000 * 16 * 128, "tinyrope": 6_000 * 16 * 128}
 """The tokens that each model was trained on."""
 
-NEAR = "task=0.5,kl=0.5,hidden=3,spread=0.1"
-FAR = "task=0.5,kl=1,hidden=25,spread=0.1"
-"""What is learned, where the conversion stays near the teacher and where it does not: there its states lead."""
-
-RECIPES = {
+RATES = {
     "tinygpt": {
-        "post": (2e-4, 50, NEAR),
-        "peri": (4e-4, 100, FAR),
-        "none": (4e-4, 20, FAR),
-        "output": (4e-4, 100, FAR),
-        "peri, back to pre": (2e-4, 30, NEAR),
-        "control": (5e-5, 1, "task=1"),
+        "post": (2e-4, 50),
+        "peri": (4e-4, 100),
+        "none": (4e-4, 20),
+        "output": (4e-4, 100),
+        "peri, back to pre": (2e-4, 30),
+        "control": (5e-5, 1),
     },
     "tinyrope": {
-        "post": (6e-4, 20, NEAR),
-        "peri": (1.5e-3, 10, FAR),
-        "none": (1e-3, 20, FAR),
-        "output": (1.5e-3, 10, FAR),
-        "peri, back to pre": (2e-4, 30, NEAR),
-        "control": (1e-4, 1, "task=1"),
+        "post": (6e-4, 20),
+        "peri": (1.5e-3, 10),
+        "none": (1e-3, 20),
+        "output": (1.5e-3, 10),
+        "peri, back to pre": (2e-4, 30),
+        "control": (1e-4, 1),
     },
 }
-"""The learning rate, how many times faster gains and biases learn, and the losses: a few tried on each, one seed."""
+"""The learning rate, and how many times faster gains and biases learn: a few values tried on each model, one seed."""
+
+NEAR = "task=0.5,kl=0.5,hidden=3,spread=0.1"
+FAR = "task=0.5,kl=1,hidden=25,spread=0.1"
+LOSSES = {"post": NEAR, "peri, back to pre": NEAR, "control": "task=1"}
+"""What is learned: FAR, where the teacher's states lead, by every conversion that does not stay near the teacher."""
 
 
 @cache
@@ -97,9 +98,9 @@ def one(job: dict) -> dict:
 def healing(job: dict) -> tuple[Program, Program]:
     """Return what was trained, before and after."""
     teacher = teacher_of(job["model"], job["weights"])
-    recipes = RECIPES[job["model"]]
-    lr, gain_lr, losses = recipes.get(job["kind"], recipes["none"])
-    how = {**job["recipe"], "lr": lr, "gain_lr": gain_lr, "losses": losses, "control": False}
+    rates = RATES[job["model"]]
+    lr, gain_lr = rates.get(job["kind"], rates["none"])
+    how = {**job["recipe"], "lr": lr, "gain_lr": gain_lr, "losses": LOSSES.get(job["kind"], FAR), "control": False}
     how |= {key: job[key] for key in ("seed", "held_out")}
     if job["kind"] == "control":
         return teacher, lnr.heal(teacher, teacher, job["text"], **how).program
