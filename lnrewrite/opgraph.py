@@ -131,5 +131,6 @@ class OpGraph:
 
 
 def unchanged(op: Op, source: Op) -> bool:
-    """Say whether a cast, expand or reshape hands its source on as it is."""
-    return op.kind in {"cast", "expand", "reshape"} and op.dtype == source.dtype and op.shape == source.shape
+    """Return whether a cast, expand, reshape or slice hands its source on as it is."""
+    alike = op.dtype == source.dtype and op.shape == source.shape is not None
+    return alike and op.kind in {"cast", "expand", "reshape", "slice"}

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
+from .functional import functional, respell
 from .rewritten import holder_of
 
 DROPOUT = torch.ops.aten.dropout.default
@@ -82,11 +83,12 @@ def unlift(program: ExportedProgram, names: tuple[str, ...], frozen: str = "") -
     """Turn an exported program (eval mode) into a functional graph module with the original's parameters.
 
     The graph is decomposed no further than functional ATen; dropouts of eval mode stay, so that train() can use them.
+    The program is used up.
     """
     rates = {n.name: n.args[1] for n in program.graph.nodes if n.target is DROPOUT}
     calls = _take_calls(program)
-    functional = program.run_decompositions({})
-    module = functional.module(check_guards=False)
+    plain = functional(program)
+    module = plain.module(check_guards=False)
     for node in module.graph.nodes:
         rate = _dropout_rate(node, rates)
         if rate is not None:
@@ -95,11 +97,12 @@ def unlift(program: ExportedProgram, names: tuple[str, ...], frozen: str = "") -
             node.target = torch.ops.aten.reshape.default
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
+    respell(module.graph)
     signature = _drop_constants(module, names, frozen)
     captured = CapturedModule(module, module.graph, "CapturedModule")
     captured.meta.update(module.meta)
     captured.meta["lnrewrite"] = signature
-    captured.meta["calls"] = _renamed(calls, program.graph, functional.graph)
+    captured.meta["calls"] = _renamed(calls, program.graph, module.graph if plain is program else plain.graph)
     _share_ties(module, captured)
     for m in captured.modules():
         m.training = False
@@ -127,9 +130,8 @@ def _take_calls(program: ExportedProgram) -> list[tuple[str, Any]]:
 
 
 def _renamed(calls: list[tuple[str, Any]], before: fx.Graph, after: fx.Graph) -> tuple[Called, ...]:
-    """Name the values of submodules' signatures as a decomposed graph does, which drops copies that copy nothing."""
-    now = {n.name: n.name for n in after.nodes if n.op == "placeholder"}
-    now |= {n.meta["from_node"][-1].name: n.name for n in after.nodes if n.meta.get("from_node")}
+    """Name the values of submodules' signatures as a functional graph does, which drops copies that copy nothing."""
+    now = {n.meta["from_node"][-1].name if n.meta.get("from_node") else n.name: n.name for n in after.nodes}
     for node in before.nodes:
         if node.name not in now and getattr(node.target, "_opname", "") in COPIES:
             now[node.name] = now.get(node.args[0].name, "")

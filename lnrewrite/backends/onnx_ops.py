@@ -132,7 +132,11 @@ def _transpose(call: Call) -> Normalised:
 def _slice(call: Call) -> Normalised:
     starts = call.attr("starts") or call.ints(1) or ()
     axes = call.axes(index=3) or tuple(range(len(starts)))
-    return ("slice", call.inputs[:1], {"axis": axes[0]}) if len(axes) == 1 else ("slices", call.inputs[:1], {})
+    steps = call.ints(4) if call.at(4) is not None else (1,)  # a negative step turns the axis around
+    forward = steps is not None and min(steps) > 0
+    if len(axes) == 1 and forward:
+        return "slice", call.inputs[:1], {"axis": axes[0]}
+    return "slices", call.inputs[:1], {}
 
 
 def _gather(call: Call) -> Normalised:

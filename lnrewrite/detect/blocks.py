@@ -50,13 +50,13 @@ class _Detector:
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
-        found, self.refusals = find_norms(graph)
+        found, odd = find_norms(graph)
         self.norms = stacked(graph, found)
         self.inside = {m: f.output for f in self.norms.values() for m in f.members}
         self.ordered = sorted(((graph.index[o], f) for o, f in self.norms.items()), key=itemgetter(0))
         self.joins, refused = find_joins(graph)
         self.closed = bool(refused)
-        self.refusals += refused
+        self.refusals = [*odd, *refused]
         self.used: set[str] = set()
 
     def network(self) -> Network:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ STATISTIC = {
 TOLERANCE = 1e-9
 
 
-def find_norms(graph: OpGraph) -> tuple[dict[str, Found], list[Refusal]]:
+@lru_cache(maxsize=4)  # detection, the ONNX writer and the live route ask for the same graph's
+def find_norms(graph: OpGraph) -> tuple[Mapping[str, Found], tuple[Refusal, ...]]:
     """Return the norms by output node, and what looked like a norm but was not."""
     found: dict[str, Found] = {}
     refusals: list[Refusal] = []
@@ -62,7 +64,7 @@ def find_norms(graph: OpGraph) -> tuple[dict[str, Found], list[Refusal]]:
             whole = _with_affine(graph, core)
             found[whole.output] = whole
             taken |= whole.members
-    return found | {f.output: f for f in standardised(graph)}, refusals
+    return found | {f.output: f for f in standardised(graph)}, tuple(refusals)
 
 
 def stacked(graph: OpGraph, norms: Mapping[str, Found]) -> dict[str, Found]:

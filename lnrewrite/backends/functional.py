@@ -1,0 +1,108 @@
+"""Make an exported program functional: re-traced only where an operator of it writes in place.
+
+torch.export gives a graph that may mutate and alias. `run_decompositions` makes it functional by tracing all of it
+once more, which is half the cost of a capture; most graphs mutate nothing, and then it only spells some copies and
+views in other words. `respell` writes those words itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+aten = torch.ops.aten
+Spelling = Callable[[fx.Node], tuple[Any, tuple[Any, ...], dict[str, Any]] | None]
+
+# Operators that return a view of their first argument and are read under their own names.
+VIEWS = {
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "transpose", "t", "permute", "slice",
+    "select", "split", "split_with_sizes", "unbind", "detach", "alias", "diagonal", "unfold",
+}  # fmt: skip
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """Return a program whose graph writes nothing in place: the same one where that holds already."""
+    return program if all(map(_is_functional, program.graph.nodes)) else program.run_decompositions({})
+
+
+def _is_functional(node: fx.Node) -> bool:
+    """Return whether a node mutates nothing, and aliases only as `VIEWS` and `SPELLINGS` account for."""
+    if node.op != "call_function":
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):  # sizes and items; a higher-order operator holds graphs
+        return not isinstance(target, torch._ops.HigherOrderOperator)
+    if target is aten.dropout.default:
+        return node.args[2] is False
+    if target is aten.batch_norm.default:
+        return node.args[5] is False
+    schema = target._schema
+    if schema.is_mutable or torch.Tag.maybe_aliasing_or_mutating in target.tags:
+        return False
+    aliases = any(a.alias_info is not None for a in schema.arguments)
+    return not aliases or target in SPELLINGS or _name(target) in VIEWS
+
+
+def respell(graph: fx.Graph) -> None:
+    """Replace operators that mean another one at the shapes at hand by that one, and drop what nothing reads."""
+    for node in graph.nodes:
+        if node.op == "call_function" and (spelling := SPELLINGS.get(node.target)):
+            spelled = spelling(node)
+            if spelled is None:
+                node.replace_all_uses_with(node.args[0], propagate_meta=False)
+            else:
+                node.target, node.args, node.kwargs = spelled
+    graph.eliminate_dead_code(lambda node: node.op == "get_attr" or node.is_impure())  # unused parameters stay
+
+
+def _name(target: torch._ops.OpOverload) -> str:
+    return target._schema.name.partition("::")[2]
+
+
+def _cast(node: fx.Node) -> Any:
+    """x.to(dtype or device): a copy, or x itself where it is there already."""
+    x, value = node.args[0], node.meta["val"]
+    held = x.meta["val"]
+    if (held.dtype, held.device) == (value.dtype, value.device):
+        return None
+    moved = {} if held.device == value.device else {"device": value.device}
+    return aten._to_copy.default, (x,), {"dtype": value.dtype, **moved}
+
+
+def _copy(node: fx.Node) -> Any:
+    return aten.clone.default, node.args[:1], {}
+
+
+def _as_it_is(node: fx.Node) -> Any:
+    return node.target, node.args, node.kwargs
+
+
+def _chunk(node: fx.Node) -> Any:
+    """chunk(x, n, dim): a split into parts of the first part's size."""
+    dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    size = node.meta["val"][0].shape[dim]
+    return (aten.split.Tensor, (node.args[0], size, dim), {}) if isinstance(size, int) else _as_it_is(node)
+
+
+def _reversed(node: fx.Node) -> Any:
+    rank = node.args[0].meta["val"].dim()
+    return aten.permute.default, (node.args[0], list(range(rank))[::-1]), {}
+
+
+def _turned(node: fx.Node) -> Any:
+    return aten.transpose.int, (node.args[0], -2, -1), {}
+
+
+SPELLINGS: dict[Any, Spelling] = {
+    **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other), _cast),
+    **dict.fromkeys((aten.contiguous.default, aten.lift_fresh_copy.default), _copy),
+    aten.chunk.default: _chunk,
+    aten.numpy_T.default: _reversed,
+    aten.mT.default: _turned,
+    aten.swapaxes.default: lambda n: (aten.transpose.int, n.args, n.kwargs),
+    aten.swapdims.default: lambda n: (aten.transpose.int, n.args, n.kwargs),
+}
