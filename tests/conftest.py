@@ -1,10 +1,13 @@
-"""Options and profiles that all tests share."""
+"""Options, tiers, profiles and fixtures that all tests share, and the account of what a run cost."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import resource
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,14 +15,38 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: before torch is im
 import pytest
 from hypothesis import settings
 
-settings.register_profile("same", deadline=None, derandomize=True)  # one run, one result
+settings.register_profile("sample", deadline=None, derandomize=True, max_examples=50)  # one run, one result
+settings.register_profile("exhaustive", deadline=None, derandomize=True, max_examples=500)
 settings.register_profile("explore", deadline=None, max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many cases hypothesis makes up: fewer where every run makes them."""
+    tier = "sample" if "sample" in config.getoption("-m") else "exhaustive"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", tier))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Put tests of made-up cases into both tiers."""
+    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        item.add_marker(pytest.mark.exhaustive)
+        item.add_marker(pytest.mark.sample)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --update-goldens: write what the code gives into tests/streams instead of comparing."""
-    parser.addoption("--update-goldens", action="store_true", help="rewrite tests/streams/*.stream")
+    """Add --update-goldens and --slice."""
+    parser.addoption("--update-goldens", action="store_true", help="rewrite golden files instead of comparing")
+    parser.addoption("--slice", metavar="K/N", help="run the K-th of N parts of what is selected, K from 0")
+
+
+@pytest.hookimpl(trylast=True)  # when -m has selected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the part of the tests that --slice names, the same for the same names."""
+    if wanted := config.getoption("--slice"):
+        part, parts = map(int, wanted.split("/"))
+        mine = [zlib.crc32(item.nodeid.encode()) % parts == part % parts for item in items]
+        config.hook.pytest_deselected(items=[i for i, keep in zip(items, mine, strict=True) if not keep])
+        items[:] = [i for i, keep in zip(items, mine, strict=True) if keep]
 
 
 @pytest.fixture
@@ -46,3 +73,104 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return target
 
     return build
+
+
+@pytest.fixture
+def onnx_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert a shared program of zoo.captured to ONNX once for each opset; what is done with it is not shared."""
+    import zoo
+    from lnrewrite.program import Program
+
+    real = Program.to_onnx
+
+    def to_onnx(self: Program, opset: int | None = None) -> Any:
+        if not zoo.is_shared(self):
+            return real(self, opset)
+        if (id(self), opset) not in CONVERTED:
+            CONVERTED[id(self), opset] = real(self, opset)
+        return CONVERTED[id(self), opset].clone()
+
+    monkeypatch.setattr(Program, "to_onnx", to_onnx)
+
+
+@pytest.fixture
+def demo_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands that name demo:tinygpt, and nothing about it, get copies of one capture."""
+    import copy
+    from dataclasses import replace
+
+    import lnrewrite
+    from lnrewrite import program
+
+    real = lnrewrite.load  # asked for before it is replaced: the package keeps what it found
+
+    def load(model: str, **how: Any) -> Any:
+        if model != "demo:tinygpt" or any(how.get(k) for k in ("inputs", "factory", "seed")):
+            return real(model, **how)
+        if not DEMO:
+            DEMO.append(real("demo:tinygpt")._capture)
+        (capture,) = DEMO
+        return program.Program(replace(capture, module=copy.deepcopy(capture.module)), format="demo")
+
+    monkeypatch.setattr(program, "load", load)
+
+
+CONVERTED: dict[tuple[int, int | None], Any] = {}
+DEMO: list[Any] = []
+
+
+# ---- what a run cost, in seconds of CPU: wall times on a shared machine say little ----
+
+SPENT = pytest.StashKey[float]()
+COSTS: dict[str, float] = {}
+WORKERS: list[float] = []
+
+
+def _spent() -> float:
+    """Return the user and system seconds of this process and of those that it ran."""
+    own, others = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note what was spent before a test, its fixtures included."""
+    item.stash[SPENT] = _spent()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Report what a test cost."""
+    report: Any = yield
+    if call.when == "teardown":
+        report.user_properties = [*report.user_properties, ("cpu", _spent() - item.stash[SPENT])]
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect the costs where the tests are reported."""
+    for name, value in report.user_properties:
+        if name == "cpu":
+            COSTS[report.nodeid] = value
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand a worker's seconds to the process that started it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cpu"] = _spent()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take a worker's seconds."""
+    WORKERS.append(getattr(node, "workeroutput", {}).get("cpu", 0.0))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what the run cost, and the tests that cost most."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    total = sum(WORKERS) + own.ru_utime + own.ru_stime if WORKERS else _spent()
+    dear = sorted(COSTS.items(), key=lambda row: -row[1])[:10]
+    rows = "".join(f"\n{seconds:8.1f} s  {name}" for name, seconds in dear if seconds > 5)
+    terminalreporter.write_line(f"CPU: {total:.0f} s of user and system time in {len(COSTS)} tests{rows}")

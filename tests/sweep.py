@@ -16,7 +16,6 @@ one sum, `unsupported` where the picture does not hold and a refusal is right.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import multiprocessing
@@ -27,7 +26,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +34,12 @@ import torch
 from torch import nn
 
 import lnrewrite as lnr
-import tiny
+import zoo
 from lnrewrite.program import Program
-from test_detect import placements
-from test_families import float64, outputs
-from written import WRITTEN
+from zoo import families
+from zoo.written import WRITTEN
 
-HERE = Path(__file__).parent
-TRUTH: dict[str, dict[str, str]] = json.loads((HERE / "truth.json").read_text())
-BY_HAND = {name: " ".join(case.truth) for name, case in WRITTEN.items()}
-PAGE = HERE.parent / "examples" / "support.md"
+PAGE = Path(__file__).parents[1] / "examples" / "support.md"
 PLACEMENTS = ("pre", "post", "peri", "output", "none")
 DEADLINE, MEMORY = 300, 14 << 30  # seconds and bytes of one family, all its columns
 RIGHT = 1e-9  # relative, in float64
@@ -53,39 +47,14 @@ EXACT = {"fold": "canonicalize,fold-affine{final=true}", "quantize": str(lnr.Pip
 MISSED = lnr.LnrewriteError, lnr.Refused
 
 
-def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a model and the inputs that it takes: one written by hand (written.py), or of transformers."""
-    if name not in WRITTEN:
-        return tiny.build(name)
-    module, args = WRITTEN[name].build()
-    return module, dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
-
-
-def spelled(names: list[str]) -> str:
-    """Spell `pre pre post` as `pre*2 post`."""
-    runs = [(name, len(list(run))) for name, run in groupby(names)]
-    return " ".join(name if times == 1 else f"{name}*{times}" for name, times in runs)
-
-
-def captured(module: nn.Module, inputs: dict[str, Any]) -> Program:
-    """Capture a model; one that is lost without an attention mask gets one."""
-    try:
-        return lnr.capture(module, kwargs=inputs)
-    except lnr.LnrewriteError:
-        ids = inputs.get("input_ids")
-        if ids is None or "attention_mask" in inputs:
-            raise
-        inputs["attention_mask"] = torch.ones_like(ids)
-        return lnr.capture(module, kwargs=inputs)
-
-
 def judged(name: str, program: Program) -> str:
     """Compare what is found with the truth: right, refused, wrong, or what is found where there is no truth."""
-    names, codes = placements(program.network), sorted({r["code"] for r in program.inspect()["refusals"]} - {"LN205"})
-    seen = spelled(names) or f"refused {' '.join(codes)}"
-    if name not in TRUTH and name not in BY_HAND:
+    names = zoo.placements(program.network)
+    codes = sorted({r["code"] for r in program.inspect()["refusals"]} - {"LN205"})
+    seen = zoo.spelled(names) or f"refused {' '.join(codes)}"
+    if name not in zoo.FAMILIES and name not in zoo.CASES:
         return f"no truth: {seen}"
-    truth = spelled(BY_HAND[name].split()) if name in BY_HAND else TRUTH[name]["blocks"]
+    truth = zoo.spelled(zoo.truth(name))
     if truth == "unsupported":
         return f"wrong: {seen}, truth unsupported" if names else f"right: {seen}"
     return f"right: {seen}" if seen == truth else f"{'wrong' if names else 'refused'}: {seen}, truth {truth}"
@@ -93,11 +62,11 @@ def judged(name: str, program: Program) -> str:
 
 def answers(name: str, program: Program, module: nn.Module, inputs: dict[str, Any]) -> str:
     """Say which ways of running the model give another picture: bf16, a mask, the attention, train mode."""
-    wanted = placements(program.network)
+    wanted = zoo.placements(program.network)
     different = []
     for how, variant in variants(name, module, inputs):
         try:
-            if placements(variant().network) != wanted:
+            if zoo.placements(variant().network) != wanted:
                 different.append(how)
         except Exception as error:
             different.append(f"{how} ({type(error).__name__})")
@@ -109,7 +78,7 @@ def variants(name: str, module: nn.Module, inputs: dict[str, Any]) -> Iterator[t
     half = {k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
     masked = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])} if "input_ids" in inputs else inputs
     runs: list[tuple[str, Callable[[], tuple[nn.Module, dict[str, Any]]]]] = [
-        ("bf16", lambda: (made(name)[0].bfloat16(), half)),
+        ("bf16", lambda: (zoo.build(name)[0].bfloat16(), half)),
         ("mask", lambda: (module, masked)),
         ("eager", lambda: (_attending(module, "eager"), inputs)),
         ("sdpa", lambda: (_attending(module, "sdpa"), inputs)),
@@ -122,7 +91,7 @@ def variants(name: str, module: nn.Module, inputs: dict[str, Any]) -> Iterator[t
         except Exception:
             continue  # the model cannot run that way at all
         yield how, lambda model=model, given=given: lnr.capture(model, kwargs=given)  # type: ignore[misc]
-    yield "train", lambda: lnr.capture(made(name)[0].train(), kwargs=inputs)
+    yield "train", lambda: lnr.capture(zoo.build(name)[0].train(), kwargs=inputs)
 
 
 def _attending(module: nn.Module, how: str) -> nn.Module:
@@ -149,12 +118,13 @@ def converted(program: Program, to: str, inputs: dict[str, Any]) -> str:
 def exact(name: str, inputs: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Run the exact pipelines in true float64: how many edits, or the codes that refused."""
     wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-    with float64():
-        program = lnr.capture(made(name)[0].double(), kwargs=wide)
+    with zoo.float64():
+        program = lnr.capture(zoo.build(name)[0].double(), kwargs=wide)
 
     def ran(program: Program) -> list[torch.Tensor]:
         torch.manual_seed(0)  # some draw random numbers in eval mode too
-        return outputs(program, wide)
+        with zoo.float64():
+            return zoo.floats(program.module()(**wide))
 
     wanted = ran(program)
     for column, text in EXACT.items():
@@ -175,7 +145,7 @@ def live(name: str, inputs: dict[str, Any], cells: dict[str, str]) -> str:
     to = next((p for p in ("peri", "pre", "post", "output", "none") if cells[p] == "yes"), None)
     if to is None:
         return "-"
-    module = made(name)[0]
+    module = zoo.build(name)[0]
     try:
         lnr.rewrite(module, f"place{{to={to}}}", kwargs=inputs)
     except MISSED as error:
@@ -201,10 +171,10 @@ def look(name: str, full: bool, ways: bool, results: str) -> None:
     row: dict[str, Any] = {"family": name}
     cells: dict[str, str] = {}
     try:
-        module, inputs = made(name)
+        module, inputs = zoo.build(name)
         row["model"] = type(module).__name__
         started = time.perf_counter()
-        program = captured(module, inputs)
+        program = zoo.capture(module, inputs)
         cells["capture"] = f"{time.perf_counter() - started:.1f} s"
         started = time.perf_counter()
         cells["placement"] = judged(name, program)
@@ -220,7 +190,7 @@ def look(name: str, full: bool, ways: bool, results: str) -> None:
         if full:
             with tempfile.TemporaryDirectory() as folder:
                 cells["onnx"] = onnx(program, folder)
-    except tiny.Unbuilt as why:
+    except families.Unbuilt as why:
         row["unbuilt"] = str(why)
     except lnr.LnrewriteError as error:
         row["uncaptured"] = str(error)
@@ -300,14 +270,14 @@ def page(rows: list[dict[str, Any]]) -> str:
     """Return the support matrix."""
     kept = sorted((r for r in rows if "unbuilt" not in r), key=lambda r: r["family"])
     head = "| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|\n"
-    tables = [[r for r in kept if (r["family"] in BY_HAND) is hand] for hand in (False, True)]
+    tables = [[r for r in kept if (r["family"] in WRITTEN) is hand] for hand in (False, True)]
     body, by_hand = ("".join(f"| {' | '.join(_cells(row))} |\n" for row in table) for table in tables)
     intro = INTRO.format(
-        version=tiny.transformers_version(), torch=torch.__version__.split("+")[0], figures=summary(kept),
+        version=families.transformers_version(), torch=torch.__version__.split("+")[0], figures=summary(kept),
         fold=EXACT["fold"], right=RIGHT,
     )  # fmt: skip
     left = sorted(r["family"] for r in rows if "unbuilt" in r)
-    by_hand = f"\n## Nets written by hand (tests/written.py)\n\n{head}{by_hand}"
+    by_hand = f"\n## Nets written by hand (tests/zoo/written.py)\n\n{head}{by_hand}"
     rest = f"\nNot built small, or not fed, here ({len(left)}): {', '.join(left)}.\n" if left else ""
     return f"{intro}\n{head}{body}{rest}{by_hand}"
 
@@ -335,9 +305,9 @@ def main(only: tuple[str, ...], full: bool, ways: bool, write: bool, results: st
     torch.set_num_threads(1)
     if not write:
         known = read(results)
-        settings = [name for name in TRUTH if "." in name]
+        settings = [name for name in zoo.FAMILIES if "." in name]
         sweep(
-            [n for n in only or (*BY_HAND, *tiny.families(), *settings) if n not in known or only],
+            [n for n in only or (*WRITTEN, *families.families(), *settings) if n not in known or only],
             full,
             ways,
             results,

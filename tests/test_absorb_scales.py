@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lnrewrite as lnr
-from nets import randomise
+from zoo.norms import randomise
 
 WIDTH = 8
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lnrewrite as lnr
-from nets import WIDTH, randomise
+from zoo.norms import WIDTH, randomise
 
 
 class Quantised(nn.Module):

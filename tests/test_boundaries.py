@@ -22,17 +22,17 @@ from lnrewrite.kernels import library
 from lnrewrite.program import Program
 from lnrewrite.targets import boundaries
 
+pytestmark = pytest.mark.usefixtures("onnx_once", "demo_captured_once")
+
 
 @pytest.fixture(scope="module")
 def gemma() -> Program:
-    model, inputs = zoo.build("gemma2")
-    return lnr.capture(model, kwargs=inputs)
+    return zoo.program("gemma2")
 
 
 @pytest.fixture(scope="module")
 def bert() -> Program:
-    model, inputs = zoo.build("bert")
-    return lnr.capture(model, kwargs=inputs)
+    return zoo.program("bert", depth=1)
 
 
 @pytest.fixture

@@ -18,17 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch import nn
 
 import lnrewrite
+from commands import fails, ok, run
 from lnrewrite import demo
-from lnrewrite.cli import main
 from lnrewrite.codes import CATALOGUE
 from lnrewrite.pipeline import Pipeline
 from lnrewrite.tables import WIDTH, drawing, placement_map
 
-torch.set_num_threads(2)
 HERE = Path(__file__).parent
 TINY = "demo:tinygpt"
 
@@ -109,37 +107,10 @@ def ctrl_c() -> Iterator[dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(demo_captured_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test where nothing lies; names of this file stay importable."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(HERE))
-
-
-def run(*args: Any) -> Result:
-    return CliRunner().invoke(main, [str(a) for a in args])
-
-
-def ok(*args: Any, code: int = 0) -> Result:
-    result = run(*args)
-    assert result.exit_code == code, result.output
-    return result
-
-
-def fails(code: str, exit_code: int, *args: Any) -> dict[str, str]:
-    """Check that a command fails as a person sees it and as a script does, and writes nothing; return the error."""
-    before = sorted(os.listdir())
-    seen = run(*args)
-    assert seen.exit_code == exit_code, seen.output
-    assert seen.stdout == ""
-    assert re.fullmatch(rf"error: {code} [^\n]+; [^\n]+\n", seen.stderr), seen.stderr
-    scripted = run(*args, "--json")
-    assert scripted.exit_code == exit_code
-    assert scripted.stderr == ""
-    error: dict[str, str] = json.loads(scripted.stdout)["error"]
-    assert {"code", "what", "why", "remedy"} <= set(error)
-    assert error["code"] == code
-    assert sorted(os.listdir()) == before
-    return error
 
 
 # ---- what commands answer ----
@@ -411,6 +382,7 @@ def test_real_processes() -> None:
     assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (1, "", 1)
 
 
+@pytest.mark.exhaustive
 def test_a_real_ctrl_c() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
@@ -421,6 +393,7 @@ def test_a_real_ctrl_c() -> None:
     assert done.stderr.startswith("error: interrupted") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_without_unicode() -> None:
     done = shell("inspect", "test_cli:shallow", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr

@@ -17,8 +17,6 @@ import lnrewrite as lnr
 from lnrewrite.data import Batch, load_data, synthetic
 from lnrewrite.diagnostics import LnrewriteError
 
-torch.set_num_threads(2)
-
 EXAMPLE = {"x": torch.zeros(2, 16, 4), "ids": torch.zeros(2, 16, dtype=torch.int64), "flag": True}
 IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.int64)}
 FREE = {"x": {0: "batch"}, "ids": {0: "batch"}}

@@ -29,7 +29,7 @@ from lnrewrite.plan import (
 from lnrewrite.ref import Machine, apply, invent
 from lnrewrite.stream import Stream, Where, site_name
 from lnrewrite.text import parse
-from strategies import assert_same, context, machines
+from zoo.streams import assert_same, context, machines
 
 
 def exact_passes() -> list[Any]:

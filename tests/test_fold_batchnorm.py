@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lnrewrite as lnr
-from nets import randomise
-from test_norms import Power, WrittenBatch
+from zoo.norms import Power, WrittenBatch, randomise
 
 WIDTH = 8
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from torch import nn
 
 import lnrewrite as lnr
 import zoo
+from commands import fails, ok, started
 from lnrewrite import demo
+from lnrewrite.cli import main
 from lnrewrite.healing import snapshots
 from lnrewrite.healing.feed import Arrays, Stream, Windows
 from lnrewrite.healing.losses import Mix, Objective
@@ -27,23 +28,25 @@ from lnrewrite.healing.recipe import Recipe
 from lnrewrite.healing.session import heal
 from lnrewrite.healing.world import World
 from lnrewrite.program import Program
-from test_cli import fails, ok
+from tiers import rows
+from zoo import families
 
+MODEL = "zoo:short_gpt"
 SMALL = {"batch": 4, "length": 32, "steps": 6, "every": 2}
 
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Program, Program]:
-    """Return demo:tinygpt and what calibration makes of it as peri."""
-    data = demo.calibration()
-    teacher = lnr.capture(demo.load("tinygpt"), kwargs=data[0])
+    """Return two layers of demo:tinygpt and what calibration makes of them as peri."""
+    data = demo.calibration(batches=4)
+    teacher = lnr.capture(zoo.short_gpt(), kwargs=data[0])
     return teacher, lnr.Pipeline.parse("place{to=peri}").run(teacher, data).program
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("text") / "t.txt"
-    path.write_bytes(demo.training_text())
+    path.write_bytes(demo.training_text()[:40_000])
     return str(path)
 
 
@@ -66,7 +69,7 @@ def changed(before: dict[str, torch.Tensor], module: nn.Module) -> set[str]:
 
 
 def test_a_matrix_that_was_scaled_takes_steps_of_its_own_size(pair: Any, text: str) -> None:
-    teacher, name = pair[0], "blocks.2.mlp.up.weight"
+    teacher, name = pair[0], "blocks.1.mlp.up.weight"
     moved = {}
     for scale in (1, 16):
         student = teacher.apply([], "scaled")[0]
@@ -99,7 +102,7 @@ def test_progressive_starts_at_the_teacher_and_ends_without_a_trace(pair: Any, t
     seen = report.losses
     assert report.notes and seen["healed"]["mean"] > seen["teacher"]["mean"]  # no weight moved, but the norms did
     found = lnr.heal(teacher, student, text, **SMALL, progressive=True, stages=("mlp", "attention"))
-    assert found.report.placement_after == "peri" and found.program.inspect()["norms"]["total"] == 25
+    assert found.report.placement_after == "peri" and found.program.inspect()["norms"]["total"] == 9
     assert {str(n.target) for n in found.program.module().graph.nodes if n.op == "call_function"} == {
         str(n.target) for n in student.module().graph.nodes if n.op == "call_function"
     }
@@ -109,7 +112,7 @@ def test_every_norm_goes_and_the_onnx_file_holds_none(pair: Any, text: str, tmp_
     import onnx
 
     teacher, _ = pair
-    none = lnr.Pipeline.parse("place{to=none}").run(teacher, demo.calibration()).program
+    none = lnr.Pipeline.parse("place{to=none}").run(teacher, demo.calibration(batches=4)).program
     for drop, progressive, left in ((False, False, 1), (True, False, 0), (True, True, 0)):
         how = {"drop_final": drop, "progressive": progressive, "control": False}
         found = lnr.heal(teacher, none, text, **SMALL, **how)
@@ -165,7 +168,7 @@ def test_a_living_module_is_healed_in_place() -> None:
     module, inputs = zoo.build("llama")
     teacher = lnr.convert(module, "peri", kwargs=inputs, live=True)  # any other placement: a pair is a pair
     batches = [
-        {"input_ids": torch.randint(1, zoo.VOCAB, (4, 8), generator=torch.Generator().manual_seed(i))}
+        {"input_ids": torch.randint(1, families.VOCAB, (4, 8), generator=torch.Generator().manual_seed(i))}
         for i in range(16)
     ]
     before = weights(teacher)
@@ -182,7 +185,7 @@ def test_an_encoder_without_targets_is_distilled() -> None:
     student = lnr.Pipeline.parse("place{to=pre}").run(teacher).program
     draw = torch.Generator().manual_seed(0)
     data = [
-        {n: torch.randint(1, zoo.VOCAB, t.shape, generator=draw) if "ids" in n else t for n, t in inputs.items()}
+        {n: torch.randint(1, families.VOCAB, t.shape, generator=draw) if "ids" in n else t for n, t in inputs.items()}
         for _ in range(12)
     ]
     found = lnr.heal(teacher, student, data, steps=4, batch=len(next(iter(inputs.values()))), progressive=True)
@@ -199,33 +202,42 @@ STEPS = 40
 
 def command(student: str, text: str, out: Path, *more: str) -> list[str]:
     how = ["--steps", str(STEPS), "--batch", "4", "--length", "32", "--every", "3", "--no-control", "--force", "-q"]
-    models = [sys.executable, "-m", "lnrewrite.cli", "heal", "demo:tinygpt", student, "--data", text]
-    return [*models, "-o", str(out), *how, *more]
+    return ["heal", MODEL, student, "--data", text, "-o", str(out), *how, *more]
 
 
-def test_a_killed_run_goes_on_to_the_same_weights(student: str, text: str, tmp_path: Path) -> None:
-    """Three kills (one of them Ctrl-C) at random steps; the weights are those of a run that was left alone."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command(student, text, tmp_path / "whole.pt2"), check=True, env=environment)
-    folder, more = tmp_path / "cut.pt2.run", list[str]()
-    at = sorted(random.Random(0).sample(range(4, STEPS - 4), 3))
-    for step, how in zip(at, (signal.SIGKILL, signal.SIGINT, signal.SIGKILL), strict=True):
-        cut = command(student, text, tmp_path / "cut.pt2", *more)
-        process = subprocess.Popen(cut, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=_interruptible)
-        while process.poll() is None and _steps(folder) < step:
+@pytest.mark.parametrize("kills", rows(["KILL INT", "KILL INT KILL"], sample=["KILL INT"]))
+def test_a_killed_run_goes_on_to_the_same_weights(kills: str, student: str, text: str, tmp_path: Path) -> None:
+    """Kills (INT is Ctrl-C) at random steps; the weights are those of a run that was left alone."""
+    whole = started(healed, command(student, text, tmp_path / "whole.pt2"), tmp_path / "whole.txt")
+    whole.join(300)
+    folder, more, signals = tmp_path / "cut.pt2.run", list[str](), kills.split()
+    at = sorted(random.Random(0).sample(range(4, STEPS - 4), len(signals)))
+    for step, name in zip(at, signals, strict=True):
+        how, said = getattr(signal, f"SIG{name}"), tmp_path / "said.txt"
+        process = started(healed, command(student, text, tmp_path / "cut.pt2", *more), said)
+        end = time.monotonic() + 300
+        while process.is_alive() and _steps(folder) < step and time.monotonic() < end:
             time.sleep(0.005)
-        process.send_signal(how)
-        said = process.communicate()[1]
-        assert process.returncode == (-signal.SIGKILL if how is signal.SIGKILL else 130), said
-        assert how is signal.SIGKILL or "--resume" in said
+        os.kill(process.pid, how)
+        process.join(60)
+        assert process.exitcode == (-signal.SIGKILL if how is signal.SIGKILL else 130), said.read_text()
+        assert how is signal.SIGKILL or "--resume" in said.read_text()
         more = ["--resume"]
-    subprocess.run(command(student, text, tmp_path / "cut.pt2", "--resume"), check=True, env=environment)
+    rest = started(healed, command(student, text, tmp_path / "cut.pt2", "--resume"), tmp_path / "cut.txt")
+    rest.join(300)
     one, two = (torch.export.load(tmp_path / f"{n}.pt2").state_dict for n in ("whole", "cut"))
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
 
 
-def _interruptible() -> None:
+def healed(arguments: list[str], said: Path) -> None:
+    """Run a command as a process does, what it says on stderr into a file; raise SystemExit where it fails."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    with said.open("w") as file, contextlib.redirect_stderr(file):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            if end.code:
+                raise
 
 
 def _steps(folder: Path) -> int:
@@ -283,25 +295,13 @@ def test_a_run_folder_is_not_mixed_up(pair: Any, text: str, tmp_path: Path, monk
 # ---- many processes ----
 
 
-def test_two_processes_give_what_one_gives(tmp_path: Path, pair: Any, text: str) -> None:
+def test_two_processes_give_what_one_gives(tmp_path: Path, pair: Any, student: str, text: str) -> None:
     how = {"steps": 3, "batch": 8, "length": 32, "accumulate": 2, "lr": 1e-3, "recompute": True, "progressive": True}
     alone = lnr.heal(*pair, text, **how).program.module()
-    code = f"import test_healing; test_healing.sharded({text!r}, {str(tmp_path)!r}, {how!r})"
-    both = []
-    for rank in range(2):
-        port = str(29100 + os.getpid() % 400)
-        place = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": "2",
-            "RANK": str(rank),
-            "LOCAL_RANK": "0",
-        }
-        environment = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        both.append(subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, **pipes))
-    said = [process.communicate(timeout=300)[0] for process in both]
-    assert all(process.returncode == 0 for process in both), said
+    both = [started(sharded, rank, student, text, tmp_path, how) for rank in range(2)]
+    for process in both:
+        process.join(300)
+    assert [process.exitcode for process in both] == [0, 0]
     theirs = torch.load(tmp_path / "sharded.pt")
     assert theirs.keys() == weights(alone).keys()
     for name, ours in weights(alone).items():
@@ -311,15 +311,14 @@ def test_two_processes_give_what_one_gives(tmp_path: Path, pair: Any, text: str)
     assert report["losses"].keys() == {"teacher", "converted", "healed", "control"}
 
 
-def sharded(text: str, folder: str, how: dict[str, Any]) -> None:
-    """Run in each of several processes: heal, and let the first write what it got."""
-    data = demo.calibration()
-    teacher = lnr.capture(demo.load("tinygpt"), kwargs=data[0])
-    student = lnr.Pipeline.parse("place{to=peri}").run(teacher, data).program
-    found = heal(teacher, student, text, **how, run=Path(folder) / "run")
-    if os.environ["RANK"] == "0":
-        (Path(folder) / "report.json").write_text(json.dumps(found.report.to_dict()))
-        torch.save(weights(found.program.module()), Path(folder) / "sharded.pt")
+def sharded(rank: int, student: str, text: str, folder: Path, how: dict[str, Any]) -> None:
+    """Run in each of two processes: heal, and let the first write what it got."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29100 + os.getppid() % 400), "WORLD_SIZE": "2"}
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK="0")
+    found = heal(lnr.load(MODEL), lnr.load(student), text, **how, run=folder / "run")
+    if rank == 0:
+        (folder / "report.json").write_text(json.dumps(found.report.to_dict()))
+        torch.save(weights(found.program.module()), folder / "sharded.pt")
 
 
 def test_rows_are_shared_evenly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +433,7 @@ def test_wrong_data_are_told_before_anything_is_trained(pair: Any, tmp_path: Pat
 
 
 def test_teacher_and_student_belong_together(pair: Any, text: str) -> None:
-    other = lnr.capture(demo.tinygpt.TinyGPT(layers=2), kwargs=demo.calibration(1)[0])
+    other = lnr.capture(demo.tinygpt.TinyGPT(layers=3), kwargs=demo.calibration(1)[0])
     words = lnr.capture(demo.tinygpt.TinyGPT(vocab=300), kwargs=demo.calibration(1)[0])
     for student, why in ((other, "blocks differ"), (words, "vocabulary is")):
         with pytest.raises(lnr.LnrewriteError, match=f"LN601.*{why}"):
@@ -447,14 +446,14 @@ def test_teacher_and_student_belong_together(pair: Any, text: str) -> None:
 def test_the_command_writes_a_model_and_tells_its_losses(student: str, text: str, tmp_path: Path) -> None:
     out = tmp_path / "healed.pt2"
     how = ("--data", text, "-o", out, "--steps", 4, "--batch", 4, "--length", 32)
-    told = json.loads(ok("heal", "demo:tinygpt", student, *how, "--json").stdout)
+    told = json.loads(ok("heal", MODEL, student, *how, "--json").stdout)
     assert told["output"] == str(out) and told["exactness"] == "learned" and told["placement_after"] == "peri"
     assert set(told["losses"]["healed"]) == {"mean", "median", "p999"}
     assert json.loads(ok("inspect", out, "--json").stdout)["placement"] == "peri"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["healed.pt2", "healed.pt2.run"]
-    fails("LN025", 1, "heal", "demo:tinygpt", student, *how)  # it is there already
-    fails("LN022", 1, "heal", "demo:tinygpt", student, "--data", "no.txt", "-o", "x.pt2")
-    fails("LN003", 2, "heal", "demo:tinygpt", student, *how, "--force", "--train", "some")
+    fails("LN025", 1, "heal", MODEL, student, *how)  # it is there already
+    fails("LN022", 1, "heal", MODEL, student, "--data", "no.txt", "-o", "x.pt2")
+    fails("LN003", 2, "heal", MODEL, student, *how, "--force", "--train", "some")
 
 
 def test_the_picture_shows_every_phase() -> None:

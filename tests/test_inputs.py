@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from lnrewrite.diagnostics import LnrewriteError
 from lnrewrite.inputs import Inputs, infer_inputs, parse_inputs, random_tensor, vocabulary_of
 
-torch.set_num_threads(2)
-
 
 def fails(code: str, call: Any) -> LnrewriteError:
     with pytest.raises(LnrewriteError) as caught:

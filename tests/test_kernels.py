@@ -214,6 +214,7 @@ def test_a_library_that_does_not_load(cache: Path, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.exhaustive
 def test_cuda_compiles_without_warnings(tmp_path: Path) -> None:
     built = building.build(tmp_path / "kernels.so", cuda=True, strict=True)
     assert built.nvcc is not None and built.library.is_file()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import lnrewrite as lnr
 from lnrewrite.detect.found import Found
 from lnrewrite.detect.norms import find_norms
-from nets import SPELLINGS, WIDTH, WRONG, Factory, Net, randomise, stack
+from zoo.nets import Net, stack
+from zoo.norms import SPELLINGS, WIDTH, WRONG, Factory, Power, WrittenBatch, randomise
 
 
 class Between(nn.Module):
@@ -48,31 +49,6 @@ def test_spelling(name: str) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_no_layer_or_rms_norm_over_the_channels(name: str) -> None:
     assert not [f for f in norms(WRONG[name]) if f.norm.kind in {"layer", "rms"} and f.axis == -1]
-
-
-class Power(nn.Module):
-    """Divide by the root of stored second moments (PowerNorm)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-        self.register_buffer("running_phi", torch.rand(width) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x / torch.sqrt(self.running_phi + 1e-4) + self.bias
-
-
-class WrittenBatch(nn.Module):
-    """Write out a batch norm by its stored statistics."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-        self.register_buffer("mean", torch.randn(width))
-        self.register_buffer("var", torch.rand(width) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) * torch.rsqrt(self.var + 1e-3) * self.weight + self.bias
 
 
 class DynamicTanh(nn.Module):

@@ -24,8 +24,6 @@ from lnrewrite.forms import Format, identify
 from lnrewrite.open import load_weights, open_module
 from lnrewrite.pickles import pickled_names
 
-torch.set_num_threads(2)
-
 
 class Tied(nn.Module):
     """A tiny network whose head is its embedding, with weights that no default would give."""

@@ -24,7 +24,7 @@ from lnrewrite.plan import (
 from lnrewrite.ref import Floats, Machine, apply, fit, invent, normalize
 from lnrewrite.stream import Kind, Linear, Norm, Stream, Where, sums
 from lnrewrite.text import parse
-from strategies import machines
+from zoo.streams import machines
 
 # ---- running: one straight forward pass for each placement ----
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import lnrewrite as lnr
-import nets
 import zoo
 from lnrewrite import output
+from tiers import rows
+from zoo import nets
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +29,8 @@ def _one_thread() -> None:
 
 
 def converted(name: str, to: str = "peri") -> tuple[Any, dict[str, Tensor]]:
-    """Return a converted program of either zoo and its example inputs by name."""
-    if name in zoo.ZOO:
-        module, batch = zoo.build(name)
-    else:
-        module, args = nets.NETS[name].build()
-        batch = dict(zip(type(module).forward.__code__.co_varnames[1:], args, strict=False))
-    program = lnr.capture(module, kwargs=batch)
+    """Return a converted program and its example inputs by name."""
+    program, batch = zoo.captured(name, depth=1)
     return lnr.Pipeline.parse(f"place{{to={to}}}").run(program).program, batch
 
 
@@ -62,9 +58,10 @@ LOAD = """
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "to"), [("llama", "peri"), ("gpt2", "post"), ("bart", "pre"), ("two towers", "output")]
-)
+CONVERSIONS = (("llama", "peri"), ("two towers", "output"), ("gpt2", "post"), ("bart", "pre"))
+
+
+@pytest.mark.parametrize(("name", "to"), rows(CONVERSIONS, sample=CONVERSIONS[:2]))
 def test_torch_alone_loads_the_file_and_runs_it_at_any_size(name: str, to: str, tmp_path: Path) -> None:
     program, batch = converted(name, to)
     file, inputs, outputs = tmp_path / "model.pt2", tmp_path / "inputs.pt", tmp_path / "outputs.pt"
@@ -113,7 +110,7 @@ def test_every_edit_is_stamped_on_nodes_in_memory() -> None:
     assert stamps >= {f"place{{to=peri}}:{b.name}" for b in program.network.blocks}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bart"])
+@pytest.mark.parametrize("name", rows(["gpt2", "bart"], sample=["gpt2"]))
 def test_ties_are_kept(name: str, tmp_path: Path) -> None:
     module, batch = zoo.build(name)
     shared = module.get_input_embeddings().weight
@@ -136,7 +133,7 @@ SAVE = """
 import sys
 import torch
 torch.set_num_threads(1)
-import nets
+from zoo import nets
 import lnrewrite as lnr
 module, args = nets.NETS["pre"].build()
 program = lnr.Pipeline.parse("place{to=peri}").run(lnr.capture(module, args), seed=7).program

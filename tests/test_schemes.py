@@ -10,20 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lnrewrite as lnr
-from nets import (
-    NETS,
-    REFUSED,
-    WIDTH,
-    Attention,
-    Mlp,
-    Net,
-    Residual,
-    layer,
-    pre,
-    randomise,
-    rms,
-    stack,
-)
+from zoo.nets import NETS, REFUSED, Attention, Mlp, Net, Residual, pre, stack
+from zoo.norms import WIDTH, layer, randomise, rms
 
 
 class AttentionQkv(Attention):

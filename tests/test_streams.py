@@ -23,7 +23,7 @@ from lnrewrite.plan import Exactness
 from lnrewrite.ref import Machine, apply, invent
 from lnrewrite.stream import Network
 from lnrewrite.text import parse, render
-from strategies import assert_same, context
+from zoo.streams import assert_same, context
 
 FILES = sorted(Path(__file__).with_name("streams").glob("*.stream"))
 

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 import lnrewrite as lnr
-import nets
 from lnrewrite.backends.onnx_editor import OnnxEditor
 from lnrewrite.backends.onnx_lift import lift
 from lnrewrite.backends.surgery import Surgery
@@ -26,6 +25,7 @@ from lnrewrite.detect.blocks import detect
 from lnrewrite.diagnostics import LnrewriteError
 from lnrewrite.plan import Affine, Edit, FoldReader, Gain, Operation, Proposal, ScaleWriter, SetNorm, Vectors
 from lnrewrite.stream import Kind, Norm, Site, Stream, Where
+from zoo import nets
 
 Floats = NDArray[np.float64]
 Hook = Callable[[Floats], Floats]
@@ -731,7 +731,7 @@ def test_large_weights_change_piece_by_piece(axis: int | None, monkeypatch: pyte
 # ---- torch ----
 
 
-@pytest.mark.parametrize("name", ["norm in the branch (Sub-LN)", "norm in the branch alone", "convnext"])
+@pytest.mark.parametrize("name", ["norm in the branch (Sub-LN)", "norm in the branch alone", "convnext block"])
 def test_inner_norms_are_folded_in_torch(name: str) -> None:
     module, args = nets.NETS[name].build()
     program = lnr.capture(module, args)

@@ -7,6 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import lnrewrite as lnr
+import zoo
 from lnrewrite import demo
 from lnrewrite.calibration import flat_inputs
 from lnrewrite.healing.folding import fold
@@ -15,7 +16,7 @@ from lnrewrite.healing.view import View
 from lnrewrite.passes.place import WANTED
 from lnrewrite.program import Program
 from lnrewrite.stream import Kind, Placement, Where
-from test_families import captured, float64
+from tiers import rows
 
 START, END = 1e-9, 1e-9
 MOVES = {
@@ -28,6 +29,11 @@ MOVES = {
     "bert": ("pre", "peri"),
     "whisper": ("peri", "post"),
 }
+
+
+SAMPLE = (
+    ("gpt2", "peri"), ("gpt2", "post"), ("llama", "output"), ("gemma2", "none"), ("bert", "peri"),
+)  # fmt: skip
 
 
 def shaken(program: Program) -> None:
@@ -48,7 +54,7 @@ def ends(
     norms = [site.norm for s in teacher.network.streams for _, site in s.sites()]
     style = norms[0].kind, 1e-6, norms[0].kind is Kind.LAYER
     wanted = {b.name: frozenset(WANTED[Placement(to)]) for b in teacher.network.blocks}
-    with float64():
+    with zoo.float64():
         tapering = Tapering(teacher, wanted, [inputs], style, stages, final)
         view = View(tapering.program, tapering.tapers)
         given = flat_inputs(teacher.module(), inputs)
@@ -61,12 +67,12 @@ def ends(
         return folded, start, ((one - two).norm() / one.norm()).item()
 
 
-@pytest.mark.parametrize(("family", "to"), [(f, to) for f, targets in MOVES.items() for to in targets])
+@pytest.mark.parametrize(("family", "to"), rows([(f, to) for f, targets in MOVES.items() for to in targets], SAMPLE))
 def test_both_ends_are_exact(family: str, to: str) -> None:
-    teacher, inputs = captured(family)
+    teacher, inputs = zoo.captured(family, double=True)
     folded, start, end = ends(teacher, inputs, to)
     assert start <= START and end <= END
-    with float64():
+    with zoo.float64():
         again = lnr.capture(folded.module(), kwargs=inputs)
     assert {b.placement for b in again.network.blocks} == {Placement(to)}
 
@@ -74,7 +80,7 @@ def test_both_ends_are_exact(family: str, to: str) -> None:
 @pytest.mark.parametrize("to", ["none", "peri"])
 def test_the_final_norm_goes_too_and_the_head_is_untied(to: str) -> None:
     inputs = demo.calibration(1)[0]
-    with float64():
+    with zoo.float64():
         teacher = lnr.capture(demo.load("tinygpt").double(), kwargs=inputs)
     folded, start, end = ends(teacher, inputs, to, final=True)
     assert start <= START and end <= END
@@ -94,11 +100,11 @@ def test_stages_move_one_after_the_other() -> None:
 
 
 def test_values_move_in_a_stage_of_their_own() -> None:
-    teacher, inputs = captured("llama")
+    teacher, inputs = zoo.captured("llama", double=True)
     folded, start, end = ends(teacher, inputs, "none", stages=("mlp", "attention", "values"))
     assert start <= START and end <= END and folded.inspect()["norms"]["total"] == 1
     wanted = {b.name: frozenset[Where]() for b in teacher.network.blocks}
-    with float64():
+    with zoo.float64():
         tapering = Tapering(teacher, wanted, [inputs], (Kind.RMS, 1e-6, False), ("mlp", "attention", "values"))
         view = View(tapering.program, tapering.tapers)
         before = first(view(*flat_inputs(teacher.module(), inputs)).outputs)
@@ -111,13 +117,13 @@ def test_values_move_in_a_stage_of_their_own() -> None:
 
 @pytest.mark.parametrize(("family", "to"), [("bert", "output"), ("olmo2", "post"), ("bert", "none")])
 def test_what_has_no_exact_start_is_refused(family: str, to: str) -> None:
-    teacher, inputs = captured(family)
+    teacher, inputs = zoo.captured(family, double=True)
     with pytest.raises(lnr.LnrewriteError, match="LN602"):
         ends(teacher, inputs, to)
 
 
 def test_a_view_has_the_models_outputs_states_and_gradients() -> None:
-    teacher, inputs = captured("llama")
+    teacher, inputs = zoo.captured("llama", double=True)
     module = teacher.module()
     for recompute in (False, True):
         view = View(teacher)
@@ -135,7 +141,7 @@ def test_a_view_has_the_models_outputs_states_and_gradients() -> None:
 
 
 def test_detached_parts_learn_from_their_own_state_alone() -> None:
-    teacher, inputs = captured("llama")
+    teacher, inputs = zoo.captured("llama", double=True)
     view = View(teacher)
     view.detached = True
     states = list(view(*flat_inputs(teacher.module(), inputs)).states.items())

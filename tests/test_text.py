@@ -8,7 +8,7 @@ from hypothesis import given
 from lnrewrite.plan import Refusal
 from lnrewrite.stream import Block, Kind, Linear, Network, Norm, Scale, Site, Stream, Where
 from lnrewrite.text import digest, parse, render, render_stream
-from strategies import networks, streams
+from zoo.streams import networks, streams
 
 GOLDEN = """\
 stream model width=64 opaque="gelu"

@@ -1,0 +1,145 @@
+"""The models that tests see, behind one door: nets written here, and tiny ones of every transformers architecture.
+
+`build` makes one, `program` captures it once a session, `graph` reads what `lift` made of it once and for all
+(tests/graphs), `truth` is what its code says, never what is found. Names are those of `nets.NETS`, `nets.DECOYS`,
+`nets.REFUSED` and `written.WRITTEN`, or a transformers model type such as `llama` or `opt.do_layer_norm_before=False`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lnrewrite as lnr
+import lnrewrite.demo
+from lnrewrite.program import Program
+from lnrewrite.stream import Network
+from lnrewrite.verifying import Float64
+
+from .nets import DECOYS, NETS, REFUSED, Case
+from .written import WRITTEN
+
+HERE = Path(__file__).parent
+CASES: dict[str, Case] = {**NETS, **DECOYS, **REFUSED, **WRITTEN}
+FAMILIES: dict[str, dict[str, Any]] = json.loads((HERE / "truth.json").read_text())
+"""Each transformers family's truth: `blocks`, where it was read (`read`, `why`), `streams` and `final` where known."""
+
+Inputs = dict[str, Tensor]
+
+
+def build(name: str, depth: int = 2, head: bool = False, seed: int = 0) -> tuple[Any, Inputs]:
+    """Return a model in eval mode with random gains and biases, and keyword inputs that it runs on.
+
+    depth: layers of a transformers model; head: its class that generates text, see `families.build`.
+    """
+    if name not in CASES:
+        from . import families  # imports transformers
+
+        return families.build(name, depth, head, seed)
+    module, args = CASES[name].build(seed)
+    return module, dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
+
+
+@cache
+def captured(name: str, depth: int = 2, double: bool = False, head: bool = False) -> tuple[Program, Inputs]:
+    """Return a model's program, shared by the session, and its inputs; `double`: all of it in float64."""
+    module, inputs = build(name, depth, head)
+    if double:
+        inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+        with float64():
+            made = capture(module.double(), inputs)
+    else:
+        made = capture(module, inputs)
+    SHARED.add(id(made))
+    return made, inputs
+
+
+def capture(module: nn.Module, inputs: dict[str, Any]) -> Program:
+    """Capture a model; one that is lost without an attention mask gets one, in `inputs` too."""
+    try:
+        return lnr.capture(module, kwargs=inputs)
+    except lnr.LnrewriteError:
+        ids = inputs.get("input_ids")
+        if ids is None or "attention_mask" in inputs:
+            raise
+        inputs["attention_mask"] = torch.ones_like(ids)
+        return lnr.capture(module, kwargs=inputs)
+
+
+SHARED: set[int] = set()
+
+
+def is_shared(program: Program) -> bool:
+    """Return whether a program is one of those that live as long as the session."""
+    return id(program) in SHARED
+
+
+def program(name: str, depth: int = 2, double: bool = False) -> Program:
+    """Return a model's program, shared by the session: look, and let passes make others of it."""
+    return captured(name, depth, double)[0]
+
+
+def short_gpt() -> nn.Module:
+    """Return the first two layers of demo:tinygpt, whose head still reads what they write."""
+    model = lnr.demo.load("tinygpt")
+    del model.blocks[2:]
+    return model
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Compute in float64 throughout: libraries cast to float32 inside norms and softmax."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64(), torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def floats(outputs: Any) -> list[Tensor]:
+    """Return the floating point tensors of a model's outputs."""
+    leaves = torch.utils._pytree.tree_leaves(outputs)
+    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def named(module: nn.Module, args: Any) -> Inputs:
+    """Return positional inputs by the names that the forward has for them."""
+    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
+
+
+def truth(name: str) -> list[str]:
+    """Return the placements of a model's blocks in execution order, as its code says."""
+    return CASES[name].truth if name in CASES else spelled_out(FAMILIES[name]["blocks"])
+
+
+def spelled_out(text: str) -> list[str]:
+    """Spell out `none pre*3` as a list."""
+    parts = [p.partition("*") for p in text.split()]
+    return [name for name, _, times in parts for _ in range(int(times or 1))]
+
+
+def spelled(names: list[str]) -> str:
+    """Spell `pre pre post` as `pre*2 post`."""
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    return " ".join(name if times == 1 else f"{name}*{times}" for name, times in runs)
+
+
+def placements(network: Network) -> list[str]:
+    """Return what is found, in execution order, the branches of one sum as one `parallel`."""
+    found: dict[tuple[str, object], str] = {}
+    for stream in network.streams:
+        for block in stream.blocks:
+            group = block.parallel_group
+            alone = group is None
+            found[stream.name, block.name if alone else group] = block.placement if alone else "parallel"
+    return list(found.values())
