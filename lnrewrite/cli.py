@@ -17,7 +17,7 @@ from .healing.command import heal
 from .options import OUT, check_data, feed_of, opened, options, target_of
 
 if TYPE_CHECKING:
-    from .pipeline import Pipeline
+    from .pipeline import Pipeline, Result
     from .report import Report
 
 PLACEMENTS = ("pre", "post", "peri", "output", "none")
@@ -252,6 +252,7 @@ def _rewrite(
     *,
     calibrate: str | None,
     partial: bool,
+    no_verify: bool,
     force: bool,
     as_json: bool,
     quiet: bool,
@@ -261,12 +262,14 @@ def _rewrite(
 ) -> int:
     """Run a pipeline on a model and write the result, the body of convert and opt; return the exit code."""
     from .forms import Format, identify
+    from .sounding import Unproved
 
     form = identify(model).format
     onnx = form is Format.ONNX
     if form is Format.TRANSFORMERS and output is not None and Path(output).suffix not in (".pt2", ".onnx"):
         shown = {"as_json": as_json, "quiet": quiet, "preset": preset}
-        return _rewrite_folder(model, pipeline, output, calibrate, partial=partial, force=force, **shown, **how)
+        told = {"partial": partial, "force": force, "verify": not no_verify}
+        return _rewrite_folder(model, pipeline, output, calibrate, **told, **shown, **how)
     target = None if output is None else target_of(output, force, ".onnx" if onnx else ".pt2")
     if onnx and target and target.suffix == ".pt2":
         raise LnrewriteError("LN032", str(target), f"{model} is an ONNX file", "name an .onnx file")
@@ -276,7 +279,16 @@ def _rewrite(
         if calibrate is not None:
             say(f"reading {calibrate}")
         data = feed_of(calibrate, how["seed"])(program)
-        result = pipeline.run(program, data, partial or preset, how["seed"], data=calibrate, progress=say, consume=True)
+
+        def ran(consume: bool) -> Result[Any]:
+            told: dict[str, Any] = {"data": calibrate, "progress": say, "verify": not no_verify, "consume": consume}
+            return pipeline.run(program, data, partial or preset, how["seed"], **told)
+
+        try:
+            result = ran(consume=True)
+        except Unproved:  # the program was used up
+            program = opened(model, **how)
+            result = ran(consume=False)
         report = replace(result.report, output=None if target is None else str(target))
         if preset and report.refusals and not report.edits:
             first = report.refusals[0]
@@ -284,6 +296,8 @@ def _rewrite(
         if target:
             say(f"writing {target}")
             result.program.save(target, force=force)
+    if no_verify:
+        click.echo(f"warning: nothing shows that {target or 'the result'} computes what {model} does", err=True)
     notes = "".join(f"\nnote: {note}" for note in program.notes)
     _tell(pipeline, report, notes + ("" if target else "\n\ndry run: nothing was written"), as_json, quiet)
     return 3 if report.refusals and partial and not preset else 0
@@ -297,6 +311,7 @@ def _rewrite_folder(
     *,
     partial: bool,
     force: bool,
+    verify: bool,
     preset: bool,
     as_json: bool,
     quiet: bool,
@@ -320,6 +335,7 @@ def _rewrite_folder(
             data=calibrate,
             partial=partial or preset,
             force=force,
+            verify=verify,
             inputs=inputs,
             progress=say,
             **how,

@@ -243,6 +243,19 @@ page(
      back. Some modules look at a norm beyond calling it (at its weight dtype, say). The exported route works there.""",
 )
 page("LN401", "verification failed", "The two models differ by more than the tolerance; nothing was written.")
+page(
+    "LN404",
+    "edit without proof",
+    """What an exact pass made is run against the model that it was made of, in float64 at two batch sizes and lengths.
+     An edit with which the outputs differ by more than the rounding of stored weights is left out and refused. It is a
+     fault of lnrewrite in that it was proposed: please report the model. --no-verify leaves the proof out.""",
+)
+page(
+    "LN405",
+    "result not finite",
+    """A conversion gave a model whose outputs are NaN or infinite: nothing was written. Leave out blocks (--blocks), or
+     give data that the model was made for (--calibrate).""",
+)
 page("LN402", "not comparable", "The models take other inputs or give other outputs; give --input for both.")
 # LN005, LN006: plugins
 page(

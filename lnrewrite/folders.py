@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from .backends.capture import Capture, capture_module, quiet
@@ -23,6 +23,7 @@ from .backends.ports import children
 from .backends.shards import Stored
 from .backends.stored import Store, StoredEditor
 from .backends.surgery import Surgery
+from .backends.widened import Widened
 from .calibration import flat_inputs
 from .checkpoints import empty_model
 from .diagnostics import LnrewriteError
@@ -34,6 +35,7 @@ from .open import Opened, open_module
 from .pipeline import Batch, Pipeline
 from .plan import Exactness, Proposal
 from .program import Program
+from .proving import Evidence, away, evidence
 from .report import Report
 from .stream import Stream
 
@@ -48,6 +50,18 @@ class StoredProgram(Program):
     def _held(self, param: str) -> torch.Tensor | None:
         known = stored(self._capture.module, param) is not None
         return self.store.read(self.names[param]) if known else None
+
+    def evidence(self, seed: int) -> Evidence | None:
+        """Return what this program computes on made-up inputs of the one size that it was captured with."""
+        given = _drawn(self.example_inputs(), self.id_limits(), seed)
+        return evidence(self.module(), [given], self._read)
+
+    def away(self, evidence: Evidence) -> float:
+        """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
+        return away(self.module(), evidence, self._read)
+
+    def _read(self, param: str) -> torch.Tensor:
+        return self.store.read(self.names[param])
 
     @property
     def narrow(self) -> bool:
@@ -79,12 +93,14 @@ def rewrite_folder(
     trust_remote_code: bool = False,
     inputs: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
+    verify: bool = True,
 ) -> Report:
     """Run a pipeline on a transformers checkpoint folder and write a folder: shards, config, tokenizer, all of it.
 
     Where the passes look at no activations, the weights are streamed: one shard's changed tensors are in memory at a
     time. Else the model is loaded and rewritten in place (see `rewrite`), and what was written is loaded again and
-    compared. A result that is no architecture of transformers' own gets a modeling file: it needs
+    compared; `verify`: false leaves out the proof of exact passes. A result that is no architecture of transformers'
+    own gets a modeling file: it needs
     `trust_remote_code=True` to load, and not lnrewrite. `calibrate` gives batches for the captured program, `inputs`
     are `--input` specifications. Written whole or not at all. Raises Refused, LnrewriteError LN025, LN310, LN313, and
     what opening the folder raises.
@@ -94,11 +110,11 @@ def rewrite_folder(
     target = check_folder(output, form.path, force)
     done = None
     if all(item.exactness < Exactness.CALIBRATED and not item.needs_data for item in pipeline.passes):
-        done = _streamed(form, pipeline, partial, seed, inputs, say, trust_remote_code)
+        done = _streamed(form, pipeline, partial, seed, inputs, say, trust_remote_code, verify)
     if done is None:
         say(f"loading {model}")
         load = functools.partial(open_module, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
-        done = _loaded(form, load, pipeline, calibrate, data, partial, seed, inputs, say)
+        done = _loaded(form, load, pipeline, calibrate, data, partial, seed, inputs, say, verify)
     with whole(target) as folder:
         write_folder(folder, form.path, done, str(pipeline), say)
         say("checking what was written")
@@ -114,6 +130,7 @@ def _streamed(
     inputs: Sequence[str],
     say: Callable[[str], None],
     trust_remote_code: bool,
+    verify: bool,
 ) -> Done | None:
     """Rewrite a model without its weights; None where the folder does not hold them as the network names them."""
     assert form.path is not None
@@ -132,7 +149,7 @@ def _streamed(
     taken = capture_module(module, (), empty, fixed, lambda a, k: children(module, a, k))
     store = Store({n: source.files[key] for n, key in source.keys.items()}, buffers)
     program = StoredProgram(taken, store, format=form.format)
-    result = pipeline.run(program, None, partial, seed, progress=say)
+    result = pipeline.run(program, None, partial, seed, progress=say, verify=verify)
     note = "the weights were streamed: lnrewrite verify compares the two folders with both in memory"
     report = replace(result.report, notes=(*result.report.notes, note))
     recipe = difference(module, program, result.program) if result.program is not program else Recipe()
@@ -189,6 +206,7 @@ def _loaded(
     seed: int,
     inputs: Sequence[str],
     say: Callable[[str], None],
+    verify: bool,
 ) -> Done:
     """Rewrite a model in memory, in place; `load` opens it, and what was written of it."""
     opened = load(form.name)
@@ -210,6 +228,7 @@ def _loaded(
         undo=False,
         data=data,
         progress=say,
+        verify=verify,
     )
     records = vars(module).get(RECORD, [])
 
@@ -273,22 +292,5 @@ def _run(module: CapturedModule, names: Mapping[str, str], store: Store, inputs:
     given = {k: v for k, v in inputs.items() if k not in module.signature.constants}
     with torch.no_grad(), quiet():
         flat = flat_inputs(module, given)
-        return _Reading(module, lambda name: store.read(names[name])).run(*flat, enable_io_processing=False)
-
-
-class _Reading(fx.Interpreter):
-    """Run a graph that was captured on the meta device, on the CPU."""
-
-    def __init__(self, module: CapturedModule, read: Callable[[str], torch.Tensor]) -> None:
-        super().__init__(module)
-        self.read = read
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        return self.read(str(target)) if isinstance(value, torch.Tensor) and value.is_meta else value
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        def here(value: Any) -> Any:
-            return torch.device("cpu") if value == torch.device("meta") else value
-
-        return super().call_function(target, tuple(map(here, args)), {k: here(v) for k, v in kwargs.items()})
+        reading = Widened(module, wide=False, read=lambda name: store.read(names[name]))
+        return reading.run(*flat, enable_io_processing=False)

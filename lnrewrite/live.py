@@ -46,6 +46,7 @@ def rewrite(
     undo: bool = True,
     data: str | None = None,
     progress: Callable[[str], None] | None = None,
+    verify: bool = True,
 ) -> Report:
     """Rewrite a living nn.Module in place: it stays its own Python, with `generate()`, caches, hooks and training.
 
@@ -68,7 +69,7 @@ def rewrite(
     with evaluating(module):
         taken = capture_module(module, args, kwargs, children=lambda a, k: children(module, a, k))
     program = Program(taken)
-    result = plan.run(program, calibrate, partial, seed, data=data, progress=progress)
+    result = plan.run(program, calibrate, partial, seed, data=data, progress=progress, verify=verify)
     if result.program is program:
         return result.report
     recipe = difference(module, program, result.program)

@@ -19,6 +19,7 @@ from .diagnostics import LnrewriteError, Refused
 from .plan import Exactness, Proposal, Refusal
 from .report import Expected, Report, Skipped, Step
 from .selecting import select
+from .sounding import Proof, Unproved, sound
 from .spelling import parse, spell
 from .stream import Network, Norm, Stream, site_name
 
@@ -157,6 +158,14 @@ class Model(Protocol):
         """Compare `other`'s outputs with this model's: the `drift` object of the contract, but for `data`."""
         ...
 
+    def evidence(self, seed: int) -> Any | None:
+        """Return what this model computes on made-up inputs of two sizes; None where it cannot be run."""
+        ...
+
+    def away(self, evidence: Any) -> float:
+        """Return how far this model's outputs are from another's evidence, relative; 0 where rounding explains it."""
+        ...
+
 
 M = TypeVar("M", bound=Model)
 T = TypeVar("T")
@@ -203,29 +212,60 @@ class Pipeline:
         data: str | None = None,
         progress: Callable[[str], None] | None = None,
         consume: bool = False,
+        verify: bool = True,
     ) -> Result[M]:
         """Run every pass on `program` and return the new program with a report; `program` itself stays as it is.
+
+        What exact passes made is proved: run in float64 against what it was made of, at two batch sizes and lengths.
+        Edits that do not hold up are found, left out and refused with LN404, as what cannot be edited is. `verify`:
+        false leaves the proof out.
 
         `calibrate` is an iterable of inputs (dicts of keyword inputs, or tuples); the first three quarters fit, the
         rest measure the drift; None makes inputs up and says so. `data` is what the report calls them. With `partial`,
         sites that cannot be edited are listed; else the first pass that refuses raises `Refused`. `consume` lets exact
-        passes edit `program` itself, which is of no use afterwards: its weights are in memory once, not twice.
+        passes edit `program` itself, which is of no use afterwards: its weights are in memory once, not twice; where
+        the proof fails then `Unproved` (LN404) is raised, and a run without `consume` tells what it is.
         """
         say = progress or (lambda message: None)
         feed = _Feed(program, calibrate, seed, data)
-        current, done, before = program, list[_Done](), program.network
-        rounded = program.narrow
+        rounded, before = program.narrow, program.network
         consume = consume and not rounded and all(item.exactness < Exactness.CALIBRATED for item in self.passes)
-        for index, item in enumerate(self.passes):
-            say(f"{index + 1}/{len(self.passes)} {spell(item)}")
-            current, step = _step(item, current, feed, partial, seed, consume or current is not program)
-            done.append(step)
+        proof = Proof.AT_ENDS if verify else Proof.NONE
+        try:
+            current, done = self._steps(program, feed, partial, seed, say, consume, proof)
+        except Unproved:
+            if consume:
+                raise
+            say("the result does not compute what the model does: looking for the edit that is wrong")
+            current, done = self._steps(program, feed, partial, seed, say, False, Proof.OF_EDITS)
         exactness = max((d.exactness for d in done if d.step.edits), default=Exactness.STRUCTURAL)
         drift = None
         if exactness >= Exactness.CALIBRATED or (rounded and current is not program):
             say("measuring the drift")
             drift = feed.drift(program, current)
+            _finite(drift)
         return Result(current, self._report(before, current.network, exactness, done, drift, feed))
+
+    def _steps(
+        self, program: M, feed: _Feed, partial: bool, seed: int, say: Callable[[str], None], consume: bool, proof: Proof
+    ) -> tuple[M, list[_Done]]:
+        """Run the passes one after the other; prove what each stretch of exact ones, or each single edit, gave."""
+        current, done, held = program, list[_Done](), None
+        for index, item in enumerate(self.passes):
+            say(f"{index + 1}/{len(self.passes)} {spell(item)}")
+            exact = item.exactness < Exactness.CALIBRATED
+            if proof is not Proof.NONE and exact and held is None:
+                held = current.evidence(seed)
+                feed.unproved = feed.unproved or held is None
+            last = index + 1 == len(self.passes) or self.passes[index + 1].exactness >= Exactness.CALIBRATED
+            alone = held if proof is Proof.OF_EDITS and exact else None
+            current, step = _step(item, current, feed, partial, seed, consume or current is not program, alone)
+            done.append(step)
+            if exact and last and held is not None:
+                edited, wanted, held = any(d.step.edits for d in done), held, None
+                if edited and proof is Proof.AT_ENDS and (error := current.away(wanted)):
+                    raise Unproved(str(self), f"the result's outputs are {error:.1e} (relative) from the model's")
+        return current, done
 
     def _report(
         self,
@@ -280,6 +320,7 @@ class _Feed:
     given: Iterable[Batch] | None
     seed: int
     name: str | None
+    unproved: bool = False
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -315,6 +356,11 @@ class _Feed:
     def notes(self, drift: dict[str, Any] | None) -> tuple[str, ...]:
         """Say in plain words what the figures of this run rest on."""
         notes = []
+        if self.unproved:
+            notes.append(
+                "what exact passes made was not run against the model, which holds no weights or takes no made-up "
+                "inputs; compare them with lnrewrite verify, or give inputs with --input"
+            )
         if self.given is None and "batches" in vars(self):
             notes.append(
                 "no calibration data were given, so gains and drift rest on synthetic inputs and may be far from "
@@ -330,8 +376,13 @@ class _Feed:
         return tuple(notes)
 
 
-def _step(item: Pass, current: M, feed: _Feed, partial: bool, seed: int, consume: bool) -> tuple[M, _Done]:
-    """Run one pass over every stream of the current program; `consume` lets it edit that program itself."""
+def _step(
+    item: Pass, current: M, feed: _Feed, partial: bool, seed: int, consume: bool, held: Any | None = None
+) -> tuple[M, _Done]:
+    """Run one pass over every stream of the current program; `consume` lets it edit that program itself.
+
+    held: what the program is to compute; given, each edit that does not keep it is left out and refused.
+    """
     started = time.perf_counter()
     text = spell(item)
     network = current.network
@@ -348,15 +399,33 @@ def _step(item: Pass, current: M, feed: _Feed, partial: bool, seed: int, consume
     if refusals and not partial:
         raise Refused(refusals)
     wanted = [(s, p) for s, p in proposals if p.edits and all(r.site != s.name for r in p.refusals)]
+    if held is not None and wanted:
+        wanted, wrong = sound(current, wanted, text, held)
+        refusals += wrong
+        if refusals and not partial:
+            raise Refused(refusals)
     count = 0
     if wanted:
-        current, count = current.apply(wanted, text, consume=consume)
+        try:
+            current, count = current.apply(wanted, text, consume=consume)
+        except LnrewriteError:
+            raise
+        except Exception as fault:  # of ours: an edit that has no place
+            raise Unproved(text, f"carrying it out fails with {type(fault).__name__}: {fault}") from fault
     skipped = tuple(Skipped(item.name, site, why) for _, p in proposals for site, why in p.not_applicable)
     expected = tuple(
         Expected(e.target, e.expected, e.note) for _, p in wanted for e in p.edits if e.expected is not None or e.note
     )
     step = Step(text, count, len(refusals), time.perf_counter() - started)
     return current, _Done(step, item.exactness, refusals, skipped, expected)
+
+
+def _finite(drift: Mapping[str, Any]) -> None:
+    """Raise LnrewriteError LN405 where a conversion's outputs are no numbers."""
+    error = drift["relative_error"]
+    if error is not None and not error < float("inf"):
+        why = "the outputs of the result are NaN or infinite on the data that it was measured on"
+        raise LnrewriteError("LN405", "the result", why, "leave blocks out with blocks=..., and report this model")
 
 
 def _once(item: Pass, run: Callable[[Sequence[Batch]], T], feed: _Feed) -> Callable[[], T]:

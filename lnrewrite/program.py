@@ -27,6 +27,7 @@ from .opgraph import OpGraph
 from .output import check_output, write_whole
 from .pipeline import Batch, Pipeline
 from .plan import Proposal
+from .proving import Evidence, away, evidence
 from .report import Report
 from .seen import Seen
 from .spelling import placing
@@ -138,6 +139,17 @@ class Program(Seen):
     def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
         """Compare another program's outputs with this one's on the batches."""
         return drift(self.module(), other.module(), batches, held_out)
+
+    def evidence(self, seed: int) -> Evidence | None:
+        """Return what this program computes in float64 on made-up inputs, of two sizes where it takes two."""
+        if any(p.is_meta for p in self._capture.module.parameters()):
+            return None
+        made_up = [next(iter(self.synthetic(seed))), *self.at_other_sizes(seed)]
+        return evidence(self.module(), made_up) or evidence(self.module(), [self.example_inputs()])
+
+    def away(self, evidence: Evidence) -> float:
+        """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
+        return away(self.module(), evidence)
 
     @property
     def narrow(self) -> bool:

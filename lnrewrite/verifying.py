@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .backends.capture import evaluating, quiet
+from .backends.widened import LOW, in_float64
 from .diagnostics import LnrewriteError, UsageError, did_you_mean
 from .pipeline import Batch
 from .plan import Exactness
@@ -36,14 +36,12 @@ HALF = 2e-2
 class Float64(torch.overrides.TorchFunctionMode):
     """Let casts to lower precision inside a model go to float64 instead: libraries cast inside norms and softmax."""
 
-    LOW = (torch.float32, torch.float16, torch.bfloat16)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             func = torch.Tensor.double
 
         def up(value: Any) -> Any:
-            return torch.float64 if any(value is low for low in self.LOW) else value
+            return torch.float64 if any(value is low for low in LOW) else value
 
         return func(*map(up, args), **{k: up(v) for k, v in (kwargs or {}).items()})
 
@@ -158,13 +156,7 @@ def _double(model: Any) -> torch.nn.Module:
     module = model.module() if hasattr(model, "inspect") else model
     if hasattr(module, "precision"):
         return module.double()
-    module = copy.deepcopy(module).double().eval()
-    for node in getattr(getattr(module, "graph", None), "nodes", []):
-        node.kwargs = {k: torch.float64 if any(v is low for low in Float64.LOW) else v for k, v in node.kwargs.items()}
-        node.args = tuple(torch.float64 if any(v is low for low in Float64.LOW) else v for v in node.args)
-    if hasattr(module, "recompile"):
-        module.recompile()
-    return module
+    return in_float64(module)
 
 
 def _outputs(module: torch.nn.Module, batch: Batch, who: str, dtype: str) -> list[torch.Tensor]:

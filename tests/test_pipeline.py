@@ -263,6 +263,12 @@ class Machine:
         self.log.append(f"peaks {len(batches)}")
         return {}
 
+    def evidence(self, seed: int) -> None:
+        """Return nothing to be held against."""
+
+    def away(self, evidence: Any) -> float:
+        raise AssertionError("there is no evidence")
+
     def drift(self, other: Machine, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
         assert other is not self
         self.log.append(f"drift {len(batches)} {held_out}")

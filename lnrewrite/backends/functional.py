@@ -15,7 +15,8 @@ from torch import fx
 from torch.export import ExportedProgram
 
 aten = torch.ops.aten
-Spelling = Callable[[fx.Node], tuple[Any, tuple[Any, ...], dict[str, Any]] | None]
+Spelling = Callable[[fx.Node], Any]
+"""Return the target, arguments and keywords of the operator that a node means; None where it is its first argument."""
 
 # Operators that return a view of their first argument and are read under their own names.
 VIEWS = {
@@ -53,7 +54,7 @@ def respell(graph: fx.Graph) -> None:
         if node.op == "call_function" and (spelling := SPELLINGS.get(node.target)):
             spelled = spelling(node)
             if spelled is None:
-                node.replace_all_uses_with(node.args[0], propagate_meta=False)
+                node.replace_all_uses_with(node.args[0], propagate_meta=False)  # type: ignore[arg-type]
             else:
                 node.target, node.args, node.kwargs = spelled
     graph.eliminate_dead_code(lambda node: node.op == "get_attr" or node.is_impure())  # unused parameters stay
@@ -65,8 +66,8 @@ def _name(target: torch._ops.OpOverload) -> str:
 
 def _cast(node: fx.Node) -> Any:
     """x.to(dtype or device): a copy, or x itself where it is there already."""
-    x, value = node.args[0], node.meta["val"]
-    held = x.meta["val"]
+    x: Any = node.args[0]
+    held, value = x.meta["val"], node.meta["val"]
     if (held.dtype, held.device) == (value.dtype, value.device):
         return None
     moved = {} if held.device == value.device else {"device": value.device}
@@ -89,8 +90,8 @@ def _chunk(node: fx.Node) -> Any:
 
 
 def _reversed(node: fx.Node) -> Any:
-    rank = node.args[0].meta["val"].dim()
-    return aten.permute.default, (node.args[0], list(range(rank))[::-1]), {}
+    x: Any = node.args[0]
+    return aten.permute.default, (x, list(range(x.meta["val"].dim()))[::-1]), {}
 
 
 def _turned(node: fx.Node) -> Any:

@@ -1,0 +1,96 @@
+"""Prove that a rewritten torch program computes what its source computes: both run in float64 on the same inputs.
+
+What the source gave is kept as `Evidence`; a rewrite is held against it. How far apart two right programs may be
+depends on how their weights are stored: an exact fold into float32 is off by what rounding the weights does, which is
+measured on the model itself by moving each of them by less than its last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .backends.capture import evaluating, quiet
+from .backends.captured import CapturedModule
+from .backends.widened import Read, Widened
+from .calibration import flat_inputs
+from .pipeline import Batch
+
+Outputs = list[torch.Tensor]
+FLOOR = 1e-7
+"""The relative difference that needs no explanation."""
+SPREAD = 10.0
+"""By how many times what rounding the weights does an exact rewrite may be off."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Hold inputs and what a program made of them; `wide` is false where an operator has no kernel for float64."""
+
+    batches: tuple[Batch, ...]
+    outputs: tuple[Outputs, ...]
+    wide: bool
+
+
+def evidence(module: CapturedModule, batches: Sequence[Batch], read: Read | None = None) -> Evidence | None:
+    """Run a module on each batch that it takes, in float64 where it can; None where it takes none.
+
+    read: where the weights come from, if the module holds none; they are used as they are stored then, for memory.
+    """
+    for wide in (True, False) if read is None else (False,):
+        found: list[tuple[Batch, Outputs]] = []
+        for batch in batches:
+            try:
+                found.append((batch, _run(module, batch, wide, read=read)))
+            except Exception:  # a size or a path that the model does not take, or an operator without a kernel
+                continue
+        if found:
+            return Evidence(tuple(b for b, _ in found), tuple(o for _, o in found), wide)
+    return None
+
+
+def away(module: CapturedModule, wanted: Evidence, read: Read | None = None) -> float:
+    """Return how far a module's outputs are from the evidence, relative to the largest; infinite where none are given.
+
+    0 where the difference is explained by the rounding of the weights as they are stored.
+    """
+    try:
+        found = [_run(module, batch, wanted.wide, read=read) for batch in wanted.batches]
+    except Exception:  # what does not run computes nothing
+        return math.inf
+    error = _apart(wanted.outputs, found)
+    if error <= FLOOR:
+        return 0.0
+    moved = _run(module, wanted.batches[-1], wanted.wide, True, read)
+    noise = _apart(found[-1:], [moved])
+    return 0.0 if math.isfinite(noise) and error <= SPREAD * noise else error
+
+
+def _run(module: CapturedModule, batch: Batch, wide: bool, jitter: bool = False, read: Read | None = None) -> Outputs:
+    """Return a module's floating point outputs; what it draws at random is the same each time."""
+    inputs = flat_inputs(module, batch)
+    if wide:
+        inputs = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in inputs]
+    with evaluating(module), quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        outputs = Widened(module, wide, jitter, read).run(*inputs, enable_io_processing=False)
+    return [t.double() for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def _apart(wanted: Sequence[Outputs], found: Sequence[Outputs]) -> float:
+    """Return the largest difference of any output, relative to that output's largest number; infinite for NaN."""
+    worst = 0.0
+    for one, two in zip(wanted, found, strict=True):
+        if [t.shape for t in one] != [t.shape for t in two]:
+            return math.inf
+        for x, y in zip(one, two, strict=True):
+            if not (torch.isfinite(x) == torch.isfinite(y)).all():
+                return math.inf
+            x, y = torch.nan_to_num(x), torch.nan_to_num(y)
+            if x.numel():
+                worst = max(worst, ((x - y).abs().max() / x.abs().max().clamp_min(1e-30)).item())
+    return worst
