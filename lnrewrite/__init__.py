@@ -14,7 +14,9 @@ refusals (a code, why, what to do), and the sites that it does not speak of. Eve
 three; nothing is skipped silently. A backend carries the edits out and counts what it found changed.
 
 What a rewrite claims is a type, `Exactness`, ordered: structural < algebraic < asymptotic < calibrated < learned. A
-pipeline's is the maximum over the passes that edited something, and `verify` takes its tolerance from it.
+pipeline's is the maximum over the passes that edited something, and `verify` takes its tolerance from it. What exact
+passes made is run against the model before it is returned (`proving`); an edit that does not hold is left out and
+refused (`sounding`).
 
 Layers; imports go down only, and tests/test_layers.py enforces it:
 
@@ -23,7 +25,7 @@ Layers; imports go down only, and tests/test_layers.py enforces it:
     targets/                                        the forms that norms have in ONNX, and what a target runs best
     backends/, kernels/                             lift a graph, apply edits to it: torch.fx and ONNX; our operators
     detect/                                         norms recognised by their algebra; residual blocks
-    pipeline, spelling, registry                    the run loop, its text form, plugins: standard library
+    pipeline, sounding, spelling, registry          the run loop, its text form, plugins: standard library
     opgraph, machine, ref, rotations                a view of graphs, an fp64 reference machine, orthogonal matrices
     stream, schemes, text, plan, basis, report, ... the picture, its text form, edits and refusals: standard library
 

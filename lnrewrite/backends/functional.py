@@ -38,9 +38,9 @@ def _is_functional(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):  # sizes and items; a higher-order operator holds graphs
         return not isinstance(target, torch._ops.HigherOrderOperator)
     if target is aten.dropout.default:
-        return node.args[2] is False
+        return node.args[2:] == (False,)
     if target is aten.batch_norm.default:
-        return node.args[5] is False
+        return node.args[5:6] == (False,)
     schema = target._schema
     if schema.is_mutable or torch.Tag.maybe_aliasing_or_mutating in target.tags:
         return False
