@@ -108,18 +108,22 @@ def test_progressive_starts_at_the_teacher_and_ends_without_a_trace(pair: Any, t
     }
 
 
-def test_every_norm_goes_and_the_onnx_file_holds_none(pair: Any, text: str, tmp_path: Path) -> None:
+GOING = ((False, False, 1), (True, False, 0), (True, True, 0))
+
+
+@pytest.mark.parametrize(("drop", "progressive", "left"), rows(GOING, sample=GOING[2:]))
+def test_every_norm_goes_and_the_onnx_file_holds_none(
+    drop: bool, progressive: bool, left: int, pair: Any, text: str, tmp_path: Path
+) -> None:
     import onnx
 
     teacher, _ = pair
     none = lnr.Pipeline.parse("place{to=none}").run(teacher, demo.calibration(batches=4)).program
-    for drop, progressive, left in ((False, False, 1), (True, False, 0), (True, True, 0)):
-        how = {"drop_final": drop, "progressive": progressive, "control": False}
-        found = lnr.heal(teacher, none, text, **SMALL, **how)
-        found.program.export(tmp_path / "none.onnx", target="generic", verify=False)
-        operators = [node.op_type for node in onnx.load(tmp_path / "none.onnx").graph.node]
-        assert sum("Normalization" in op for op in operators) == left
-        assert not {"ReduceMean", "Sqrt", "Reciprocal"} & set(operators)
+    found = lnr.heal(teacher, none, text, **SMALL, drop_final=drop, progressive=progressive, control=False)
+    found.program.export(tmp_path / "none.onnx", target="generic", verify=False)
+    operators = [node.op_type for node in onnx.load(tmp_path / "none.onnx").graph.node]
+    assert sum("Normalization" in op for op in operators) == left
+    assert not {"ReduceMean", "Sqrt", "Reciprocal"} & set(operators)
 
 
 @pytest.mark.parametrize("train", ["norms", "touched", "all"])

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 import lnrewrite as lnr
 from lnrewrite.cli import main
 from lnrewrite.kernels import building
+from tiers import rows
 
 SIZES = (1, 7, 64, 768, 1000, 8193)
 TYPES = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -28,7 +29,7 @@ ULP = {"float": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 Arrays = dict[str, np.ndarray]
 
 
-@pytest.fixture(scope="session", params=["best", "v3", "base"])
+@pytest.fixture(scope="session", params=rows(["best", "v3", "base"], sample=["best"]))
 def library(request: pytest.FixtureRequest, built: Callable[[str], Path]) -> Path:
     """Build the library with all levels of instructions compiled as one of them (`best`: as they are)."""
     return built(request.param)

@@ -31,7 +31,7 @@ PIPELINES = {
 RIGHT = 1e-9
 
 
-@pytest.mark.parametrize("name", rows(strangers.STRANGERS, sample=list(strangers.STRANGERS)[::4]))
+@pytest.mark.parametrize("name", rows(strangers.STRANGERS, sample=list(strangers.STRANGERS)[::6]))
 def test_no_wrong_number_and_no_crash_on_nets_of_strangers(name: str) -> None:
     module, args = strangers.build(name, torch.float64)
     with zoo.float64():
