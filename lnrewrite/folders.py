@@ -23,7 +23,7 @@ from .backends.ports import children
 from .backends.shards import Stored
 from .backends.stored import Store, StoredEditor
 from .backends.surgery import Surgery
-from .backends.widened import Widened
+from .backends.widened import Read, Widened
 from .calibration import flat_inputs
 from .checkpoints import empty_model
 from .diagnostics import LnrewriteError
@@ -48,19 +48,19 @@ class StoredProgram(Program):
         self.store, self.names = store, parameter_names(capture.module)
 
     def _held(self, param: str) -> torch.Tensor | None:
-        known = stored(self._capture.module, param) is not None
-        return self.store.read(self.names[param]) if known else None
+        return None if stored(self._capture.module, param) is None else self.read(param)
 
     def evidence(self, seed: int) -> Evidence | None:
         """Return what this program computes on made-up inputs of the one size that it was captured with."""
         given = _drawn(self.example_inputs(), self.id_limits(), seed)
-        return evidence(self.module(), [given], self._read)
+        return evidence(self.module(), [given], self.read)
 
     def away(self, evidence: Evidence) -> float:
         """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
-        return away(self.module(), evidence, self._read)
+        return away(self.module(), evidence, self.read)
 
-    def _read(self, param: str) -> torch.Tensor:
+    def read(self, param: str) -> torch.Tensor:
+        """Return a parameter's values from where they are stored."""
         return self.store.read(self.names[param])
 
     @property
@@ -99,11 +99,10 @@ def rewrite_folder(
 
     Where the passes look at no activations, the weights are streamed: one shard's changed tensors are in memory at a
     time. Else the model is loaded and rewritten in place (see `rewrite`), and what was written is loaded again and
-    compared; `verify`: false leaves out the proof of exact passes. A result that is no architecture of transformers'
-    own gets a modeling file: it needs
+    compared. A result that is no architecture of transformers' own gets a modeling file: it needs
     `trust_remote_code=True` to load, and not lnrewrite. `calibrate` gives batches for the captured program, `inputs`
-    are `--input` specifications. Written whole or not at all. Raises Refused, LnrewriteError LN025, LN310, LN313, and
-    what opening the folder raises.
+    are `--input` specifications; `verify`: false leaves out the proof of exact passes. Written whole or not at all.
+    Raises Refused, LnrewriteError LN025, LN310, LN313, and what opening the folder raises.
     """
     form, say = identify(model), progress or (lambda message: None)
     assert form.path is not None
@@ -177,8 +176,9 @@ def _streamed(
             now = Store({n: written.files[key] for n, key in written.keys.items()}, dict(again.named_buffers()))
             captured = capture_module(again.to("meta"), (), empty, fixed).module
             given = _drawn(empty, program.id_limits(), seed)
-            plan = _run(after.module(), after.names, after.store, given)
-            _compare(form, plan, _run(captured, parameter_names(captured), now, given))
+            names = parameter_names(captured)
+            plan = _run(after.module(), after.read, given)
+            _compare(form, plan, _run(captured, lambda name: now.read(names[name]), given))
 
     return Done(report, module, recipe.changes, source, read, lambda name: after.store.form(known(name)), check)
 
@@ -287,10 +287,9 @@ def _drawn(inputs: Mapping[str, Any], rows: Mapping[str, int], seed: int) -> dic
     return {name: draw(name, like) for name, like in inputs.items()}
 
 
-def _run(module: CapturedModule, names: Mapping[str, str], store: Store, inputs: Mapping[str, Any]) -> Any:
+def _run(module: CapturedModule, read: Read, inputs: Mapping[str, Any]) -> Any:
     """Run a captured module whose weights are on disk: each is read when it is used, and dropped."""
     given = {k: v for k, v in inputs.items() if k not in module.signature.constants}
     with torch.no_grad(), quiet():
         flat = flat_inputs(module, given)
-        reading = Widened(module, wide=False, read=lambda name: store.read(names[name]))
-        return reading.run(*flat, enable_io_processing=False)
+        return Widened(module, wide=False, read=read).run(*flat, enable_io_processing=False)

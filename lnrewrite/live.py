@@ -53,7 +53,8 @@ def rewrite(
     pipeline: a Pipeline or its text; or give `to` (pre, post, peri, output, none) with `norm` and `blocks` as `convert`
     takes them. args, kwargs: example inputs. calibrate: batches, as `Pipeline.run` takes them. Parameters keep their
     names and stay the same objects; removed norms become `nn.Identity`, inserted ones live in the block that they
-    serve (`....norm_in`, `norm_out`, `norm_post`). undo: keep the old values of what changes, for `unrewrite`.
+    serve (`....norm_in`, `norm_out`, `norm_post`). undo: keep the old values of what changes, for `unrewrite`. verify:
+    as `Pipeline.run` takes it.
 
     All or nothing: Refused and LnrewriteError leave the module as it was. LN310: an edit has no place in the module's
     Python; LN312: the module is wrapped, sharded or compiled already; LN313: the rewritten module does not compute

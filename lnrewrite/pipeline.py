@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, Self, TypeVar
 
 from . import diagnostics
@@ -19,7 +20,7 @@ from .diagnostics import LnrewriteError, Refused
 from .plan import Exactness, Proposal, Refusal
 from .report import Expected, Report, Skipped, Step
 from .selecting import select
-from .sounding import Proof, Unproved, sound
+from .sounding import Proof, Unproved, Witness, sound
 from .spelling import parse, spell
 from .stream import Network, Norm, Stream, site_name
 
@@ -250,21 +251,15 @@ class Pipeline:
         self, program: M, feed: _Feed, partial: bool, seed: int, say: Callable[[str], None], consume: bool, proof: Proof
     ) -> tuple[M, list[_Done]]:
         """Run the passes one after the other; prove what each stretch of exact ones, or each single edit, gave."""
-        current, done, held = program, list[_Done](), None
-        for index, item in enumerate(self.passes):
-            say(f"{index + 1}/{len(self.passes)} {spell(item)}")
-            exact = item.exactness < Exactness.CALIBRATED
-            if proof is not Proof.NONE and exact and held is None:
-                held = current.evidence(seed)
-                feed.unproved = feed.unproved or held is None
-            last = index + 1 == len(self.passes) or self.passes[index + 1].exactness >= Exactness.CALIBRATED
-            alone = held if proof is Proof.OF_EDITS and exact else None
-            current, step = _step(item, current, feed, partial, seed, consume or current is not program, alone)
-            done.append(step)
-            if exact and last and held is not None:
-                edited, wanted, held = any(d.step.edits for d in done), held, None
-                if edited and proof is Proof.AT_ENDS and (error := current.away(wanted)):
-                    raise Unproved(str(self), f"the result's outputs are {error:.1e} (relative) from the model's")
+        current, done, number = program, list[_Done](), 0
+        for exact, stretch in groupby(self.passes, lambda item: item.exactness < Exactness.CALIBRATED):
+            witness = Witness(seed, proof is Proof.OF_EDITS) if exact and proof is not Proof.NONE else None
+            for item in stretch:
+                say(f"{(number := number + 1)}/{len(self.passes)} {spell(item)}")
+                current, step = _step(item, current, feed, partial, seed, consume or current is not program, witness)
+                done.append(step)
+            if witness:
+                witness.hear(current, str(self))
         return current, done
 
     def _report(
@@ -286,7 +281,7 @@ class Pipeline:
             refusals=tuple(r for d in done for r in d.refusals),
             not_applicable=tuple(row for d in done for row in d.skipped),
             sites=tuple(row for d in done for row in d.expected),
-            notes=(*_blind(before), *_rounding(exactness, drift), *feed.notes(drift)),
+            notes=(*_blind(before), *_unproved(done), *_rounding(exactness, drift), *feed.notes(drift)),
         )
 
 
@@ -310,6 +305,7 @@ class _Done:
     refusals: tuple[Refusal, ...]
     skipped: tuple[Skipped, ...]
     expected: tuple[Expected, ...]
+    unproved: bool
 
 
 @dataclass
@@ -320,7 +316,6 @@ class _Feed:
     given: Iterable[Batch] | None
     seed: int
     name: str | None
-    unproved: bool = False
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -356,11 +351,6 @@ class _Feed:
     def notes(self, drift: dict[str, Any] | None) -> tuple[str, ...]:
         """Say in plain words what the figures of this run rest on."""
         notes = []
-        if self.unproved:
-            notes.append(
-                "what exact passes made was not run against the model, which holds no weights or takes no made-up "
-                "inputs; compare them with lnrewrite verify, or give inputs with --input"
-            )
         if self.given is None and "batches" in vars(self):
             notes.append(
                 "no calibration data were given, so gains and drift rest on synthetic inputs and may be far from "
@@ -377,11 +367,11 @@ class _Feed:
 
 
 def _step(
-    item: Pass, current: M, feed: _Feed, partial: bool, seed: int, consume: bool, held: Any | None = None
+    item: Pass, current: M, feed: _Feed, partial: bool, seed: int, consume: bool, witness: Witness | None
 ) -> tuple[M, _Done]:
     """Run one pass over every stream of the current program; `consume` lets it edit that program itself.
 
-    held: what the program is to compute; given, each edit that does not keep it is left out and refused.
+    witness: knows what the program is to compute; one of each edit leaves out and refuses what does not keep it.
     """
     started = time.perf_counter()
     text = spell(item)
@@ -399,11 +389,13 @@ def _step(
     if refusals and not partial:
         raise Refused(refusals)
     wanted = [(s, p) for s, p in proposals if p.edits and all(r.site != s.name for r in p.refusals)]
-    if held is not None and wanted:
-        wanted, wrong = sound(current, wanted, text, held)
-        refusals += wrong
-        if refusals and not partial:
-            raise Refused(refusals)
+    if witness and wanted:
+        witness.call(current)
+        if witness.each and witness.evidence is not None:
+            wanted, wrong = sound(current, wanted, text, witness.evidence)
+            refusals += wrong
+            if refusals and not partial:
+                raise Refused(refusals)
     count = 0
     if wanted:
         try:
@@ -417,7 +409,8 @@ def _step(
         Expected(e.target, e.expected, e.note) for _, p in wanted for e in p.edits if e.expected is not None or e.note
     )
     step = Step(text, count, len(refusals), time.perf_counter() - started)
-    return current, _Done(step, item.exactness, refusals, skipped, expected)
+    unproved = count > 0 and witness is not None and witness.evidence is None
+    return current, _Done(step, item.exactness, refusals, skipped, expected, unproved)
 
 
 def _finite(drift: Mapping[str, Any]) -> None:
@@ -454,6 +447,14 @@ def _blind(network: Network) -> tuple[str, ...]:
     if network.blocks:
         return ()
     return (f"no residual block was found{''.join(f'; {reason}' for reason in network.refusals[:3])}",)
+
+
+def _unproved(done: Sequence[_Done]) -> tuple[str, ...]:
+    """Say that exact passes edited a model that could not be run."""
+    if not any(d.unproved for d in done):
+        return ()
+    why = "the model holds no weights or takes no made-up inputs"
+    return (f"what exact passes made was not run against the model: {why}; compare them with lnrewrite verify",)
 
 
 def _rounding(exactness: Exactness, drift: dict[str, Any] | None) -> tuple[str, ...]:

@@ -39,8 +39,29 @@ WHEN_WRITTEN = object()
 class Provable(Protocol):
     """Say what a program needs so that edits of it can be proved."""
 
+    def evidence(self, seed: int) -> Any | None: ...
     def apply(self, edits: Edits, label: str, *, consume: bool = False) -> tuple[Self, int]: ...
     def away(self, evidence: Any) -> float: ...
+
+
+class Witness:
+    """Know what a stretch of exact passes is to compute: the program is asked before its first edit, if there is one.
+
+    `each`: prove every edit by itself instead of the whole.
+    """
+
+    def __init__(self, seed: int, each: bool) -> None:
+        self.seed, self.each, self.called, self.evidence = seed, each, False, None
+
+    def call(self, program: Provable) -> None:
+        """Let the program say what it computes, before it is edited."""
+        if not self.called:
+            self.called, self.evidence = True, program.evidence(self.seed)
+
+    def hear(self, program: Provable, what: str) -> None:
+        """Raise Unproved where a program computes something else than the one that was asked."""
+        if self.evidence is not None and not self.each and (error := program.away(self.evidence)):
+            raise Unproved(what, f"the result's outputs are {error:.1e} (relative) from the model's")
 
 
 def sound(

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -77,18 +78,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def onnx_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convert a shared program of zoo.captured to ONNX once for each opset; what is done with it is not shared."""
-    import zoo
+    """Convert a program to ONNX once for each opset; what is done with the model is not shared."""
     from lnrewrite.program import Program
 
     real = Program.to_onnx
 
     def to_onnx(self: Program, opset: int | None = None) -> Any:
-        if not zoo.is_shared(self):
-            return real(self, opset)
-        if (id(self), opset) not in CONVERTED:
-            CONVERTED[id(self), opset] = real(self, opset)
-        return CONVERTED[id(self), opset].clone()
+        made = CONVERTED.setdefault(self, {})
+        if opset not in made:
+            made[opset] = real(self, opset)
+        return made[opset].clone()
 
     monkeypatch.setattr(Program, "to_onnx", to_onnx)
 
@@ -115,7 +114,7 @@ def demo_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "load", load)
 
 
-CONVERTED: dict[tuple[int, int | None], Any] = {}
+CONVERTED: WeakKeyDictionary[Any, dict[int | None, Any]] = WeakKeyDictionary()
 DEMO: list[Any] = []
 
 

@@ -140,6 +140,9 @@ class Sum:
     together: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
 
+    def evidence(self, seed: int) -> None:
+        return None
+
     def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Sum, int]:
         held = frozenset(e.target for _, p in edits for e in p.edits)
         if "crash" in held:

@@ -78,15 +78,11 @@ def _copy(node: fx.Node) -> Any:
     return aten.clone.default, node.args[:1], {}
 
 
-def _as_it_is(node: fx.Node) -> Any:
-    return node.target, node.args, node.kwargs
-
-
 def _chunk(node: fx.Node) -> Any:
-    """chunk(x, n, dim): a split into parts of the first part's size."""
-    dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    """chunk(x, n, dim): a split into parts of the first part's size, where that is a number."""
+    dim: Any = node.args[2] if len(node.args) > 2 else 0
     size = node.meta["val"][0].shape[dim]
-    return (aten.split.Tensor, (node.args[0], size, dim), {}) if isinstance(size, int) else _as_it_is(node)
+    return (aten.split.Tensor, (node.args[0], size, dim), {}) if isinstance(size, int) else (node.target, node.args, {})
 
 
 def _reversed(node: fx.Node) -> Any:

@@ -25,7 +25,7 @@ from lnrewrite.program import Program
 from lnrewrite.stream import Network
 from lnrewrite.verifying import Float64
 
-from .nets import DECOYS, NETS, REFUSED, Case
+from .nets import DECOYS, NETS, REFUSED, Case, spell_out
 from .written import WRITTEN
 
 HERE = Path(__file__).parent
@@ -46,21 +46,18 @@ def build(name: str, depth: int = 2, head: bool = False, seed: int = 0) -> tuple
 
         return families.build(name, depth, head, seed)
     module, args = CASES[name].build(seed)
-    return module, dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
+    return module, named(module, args)
 
 
 @cache
-def captured(name: str, depth: int = 2, double: bool = False, head: bool = False) -> tuple[Program, Inputs]:
+def captured(name: str, depth: int = 2, double: bool = False) -> tuple[Program, Inputs]:
     """Return a model's program, shared by the session, and its inputs; `double`: all of it in float64."""
-    module, inputs = build(name, depth, head)
-    if double:
-        inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
-        with float64():
-            made = capture(module.double(), inputs)
-    else:
-        made = capture(module, inputs)
-    SHARED.add(id(made))
-    return made, inputs
+    module, inputs = build(name, depth)
+    if not double:
+        return capture(module, inputs), inputs
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    with float64():
+        return capture(module.double(), inputs), inputs
 
 
 def capture(module: nn.Module, inputs: dict[str, Any]) -> Program:
@@ -75,17 +72,9 @@ def capture(module: nn.Module, inputs: dict[str, Any]) -> Program:
         return lnr.capture(module, kwargs=inputs)
 
 
-SHARED: set[int] = set()
-
-
-def is_shared(program: Program) -> bool:
-    """Return whether a program is one of those that live as long as the session."""
-    return id(program) in SHARED
-
-
-def program(name: str, depth: int = 2, double: bool = False) -> Program:
+def program(name: str, depth: int = 2) -> Program:
     """Return a model's program, shared by the session: look, and let passes make others of it."""
-    return captured(name, depth, double)[0]
+    return captured(name, depth)[0]
 
 
 def short_gpt() -> nn.Module:
@@ -119,13 +108,7 @@ def named(module: nn.Module, args: Any) -> Inputs:
 
 def truth(name: str) -> list[str]:
     """Return the placements of a model's blocks in execution order, as its code says."""
-    return CASES[name].truth if name in CASES else spelled_out(FAMILIES[name]["blocks"])
-
-
-def spelled_out(text: str) -> list[str]:
-    """Spell out `none pre*3` as a list."""
-    parts = [p.partition("*") for p in text.split()]
-    return [name for name, _, times in parts for _ in range(int(times or 1))]
+    return CASES[name].truth if name in CASES else spell_out(FAMILIES[name]["blocks"])
 
 
 def spelled(names: list[str]) -> str:
