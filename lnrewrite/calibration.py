@@ -31,7 +31,7 @@ def collect(network: Network, record: Record, batches: Sequence[Batch], seed: in
     Raises LnrewriteError LN022 where a batch does not fit the model, LN026 where it gives NaN or infinite values.
     """
     names = {b.name: _nodes(s, b, i) for s in network.streams for i, b in enumerate(s.blocks)}
-    axes = {n: b.anchor.axis for b in network.blocks for n in names[b.name].values() if n}
+    axes = {n: axis for nodes in names.values() for n, axis in nodes.values() if n}
     width = max((s.width for s in network.streams), default=1)
     limit = max(64, BYTES // (8 * width * max(1, len(axes)) * len(batches)))
     parts: dict[str, list[Any]] = {n: [] for n in axes}
@@ -45,7 +45,7 @@ def collect(network: Network, record: Record, batches: Sequence[Batch], seed: in
         if not np.isfinite(array).all():
             why = f"the value of {name} is NaN or infinite on this data"
             raise LnrewriteError("LN026", "calibration", why, "run the model in float32, or check data and weights")
-    return {block: Samples(**{k: arrays.get(n) for k, n in nodes.items()}) for block, nodes in names.items()}
+    return {block: Samples(**{k: arrays.get(n) for k, (n, _) in nodes.items()}) for block, nodes in names.items()}
 
 
 def peaks(graph: OpGraph, record: Record, batches: Sequence[Batch]) -> dict[str, float]:
@@ -99,18 +99,19 @@ def _rows(count: int, limit: int, seed: int) -> torch.Tensor:
     return torch.randperm(count, generator=generator)[:limit].sort().values
 
 
-def _nodes(stream: Stream, block: Block, index: int) -> dict[str, str]:
-    """Name the nodes that hold a block's samples; empty where there is no such value."""
+def _nodes(stream: Stream, block: Block, index: int) -> dict[str, tuple[str, int]]:
+    """Name the nodes that hold a block's samples, and their channels' axis; empty where there is no such value."""
     into, out = block.at(Where.IN), block.at(Where.OUT)
     earlier = [b for b in stream.blocks[:index] if b.anchor.total != block.anchor.total]
     trunk = earlier[-1].at(Where.POST) if earlier else stream.embedding
+    axis = block.anchor.axis
     return {
-        "state": block.anchor.state,
-        "before": trunk.origin[0] if trunk else "",
-        "read": into.origin[-1] if into else block.anchor.state,
-        "written": out.origin[0] if out else block.anchor.branch,
-        "branch": block.anchor.branch,
-        "total": block.anchor.total,
+        "state": (block.anchor.state, axis),
+        "before": (trunk.origin[0], trunk.norm.axis) if trunk else ("", axis),
+        "read": (into.origin[-1], into.norm.axis) if into else (block.anchor.state, axis),
+        "written": (out.origin[0], out.norm.axis) if out else (block.anchor.branch, axis),
+        "branch": (block.anchor.branch, axis),
+        "total": (block.anchor.total, axis),
     }
 
 

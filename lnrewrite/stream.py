@@ -64,8 +64,8 @@ class Norm:
     `plus_one` says that the gain is 1 + gamma (Gemma). `gamma` may be an expression of parameters that no single
     name describes (a sigmoid of a weight): then it is the name of the node that computes it and `computed` is true.
     `mean` and `variance` name the stored statistics of a batch norm, which make it an affine map. `factor` is a number
-    that u is multiplied by before the gain (sqrt(width) behind an l2 norm). `over` is a norm that this one reads and
-    nothing else does: norm of norm, one after the other.
+    that u is multiplied by before the gain (sqrt(width) behind an l2 norm). `axis` is the channels' place in what it
+    reads, counted from the end. `over` is a norm that this one reads and nothing else does: norm of norm.
     """
 
     kind: Kind
@@ -77,6 +77,7 @@ class Norm:
     mean: str | None = None
     variance: str | None = None
     factor: float = 1.0
+    axis: int = -1
     over: Norm | None = None
 
     def __post_init__(self) -> None:

@@ -39,7 +39,8 @@ _SCALE = re.compile(rf"(\w+) ([*/])(?:([@%])({_NAME})|([^\s@%]+))( vector)?")
 _NORM = (
     rf"(?P<kind>\w+)\(eps=(?P<eps>[^\s)]+)(?: gamma=(?P<one>1\+)?(?P<sigil>[@%])(?P<gamma>{_NAME}))?"
     rf"(?: beta=@(?P<beta>{_NAME}))?"
-    rf"(?: mean=@(?P<mean>{_NAME}))?(?: variance=@(?P<variance>{_NAME}))?(?: factor=(?P<factor>[^\s)]+))?\)"
+    rf"(?: mean=@(?P<mean>{_NAME}))?(?: variance=@(?P<variance>{_NAME}))?(?: factor=(?P<factor>[^\s)]+))?"
+    r"(?: axis=(?P<axis>-\d+))?\)"
 )
 _SITE = re.compile(
     rf"(?P<norms>\w+\((?:{_QUOTED}|[^\")])*\)(?: over \w+\((?:{_QUOTED}|[^\")])*\))*)(?: width=(?P<width>\d+))?"
@@ -139,7 +140,7 @@ def _norm(norm: Norm) -> str:
     if norm.beta is not None:
         words.append(f"beta=@{_name(norm.beta)}")
     words += [f"{key}=@{_name(name)}" for key in ("mean", "variance") if (name := getattr(norm, key)) is not None]
-    words += [f"factor={norm.factor!r}"] * (norm.factor != 1)
+    words += [f"factor={norm.factor!r}"] * (norm.factor != 1) + [f"axis={norm.axis}"] * (norm.axis != -1)
     return f"{norm.kind}({' '.join(words)})" + (f" over {_norm(norm.over)}" if norm.over else "")
 
 
@@ -349,6 +350,7 @@ def _read_norm(rest: str) -> Norm:
         mean=mean,
         variance=variance,
         factor=float(found["factor"] or 1),
+        axis=int(found["axis"] or -1),
         over=_read_norm(under) if under else None,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -68,7 +68,7 @@ class Walk:
         if self.turns(first, Where.POST, on=True) and not self.stream.embedding:
             ones = self.vectors.add(np.ones(self.stream.width))
             found.append(
-                Edit(f"{self.stream.name}.embedding", (SetNorm(Where.EMBEDDING, Norm(self.kind, self.eps), ones),))
+                Edit(f"{self.stream.name}.embedding", (SetNorm(Where.EMBEDDING, self.norm(first, self.eps), ones),))
             )
             self.normalise()
         for index, group in enumerate(sums):
@@ -121,6 +121,10 @@ class Walk:
         note = f"spread of the branch's size CV^2/(1+CV^2) {cv:.3g}"
         return Edit(block.name, tuple(operations), max((f.error for f in fits), default=0.0), note)
 
+    def norm(self, block: Block, eps: float) -> Norm:
+        """Return a norm without gain over the block's channels."""
+        return Norm(self.kind, eps, axis=block.anchor.axis)
+
     def vector(self, values: Any) -> Any:
         return None if values is None else self.vectors.add(np.ascontiguousarray(values))
 
@@ -129,12 +133,12 @@ class Walk:
         site = block.at(Where.IN)
         if self.turns(block, Where.IN, on=True):
             if self.carried:
-                operations.append(SetNorm(Where.IN, self.carried))
+                operations.append(SetNorm(Where.IN, replace(self.carried, axis=block.anchor.axis)))
                 return
             base = unit(self.kind, self.trunk, self.eps)
             found = fit(base, seen.read, usual(seen.read), self.beta)
             operations.append(
-                SetNorm(Where.IN, Norm(self.kind, self.eps), self.vector(found.scale), self.vector(found.shift))
+                SetNorm(Where.IN, self.norm(block, self.eps), self.vector(found.scale), self.vector(found.shift))
             )
             fits.append(found)
         elif self.turns(block, Where.IN, on=False) and site:
@@ -179,7 +183,7 @@ class Walk:
             eps = careful_eps(self.eps, seen.branch * even)
             found = fit(unit(self.kind, seen.branch * even, eps), goal, weight, self.beta)
             operations.append(
-                SetNorm(Where.OUT, Norm(self.kind, eps), self.vector(found.scale), self.vector(found.shift))
+                SetNorm(Where.OUT, self.norm(block, eps), self.vector(found.scale), self.vector(found.shift))
             )
         elif self.turns(block, Where.OUT, on=False):
             operations.append(SetNorm(Where.OUT, None))
@@ -219,10 +223,10 @@ class Walk:
                 found = fit(unit(self.kind, self.trunk, self.eps), seen.total, usual(seen.total), self.beta)
                 fits.append(found)
                 operations.append(
-                    SetNorm(Where.POST, Norm(self.kind, self.eps), self.vector(found.scale), self.vector(found.shift))
+                    SetNorm(Where.POST, self.norm(block, self.eps), self.vector(found.scale), self.vector(found.shift))
                 )
                 return
-            operations.append(SetNorm(Where.POST, Norm(self.kind, self.eps), self.vector(np.ones(self.stream.width))))
+            operations.append(SetNorm(Where.POST, self.norm(block, self.eps), self.vector(np.ones(self.stream.width))))
             self.normalise()
         elif self.turns(block, Where.POST, on=False) and site and not last:
             operations.append(SetNorm(Where.POST, None))

@@ -123,10 +123,6 @@ def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
     held = switches(block)
     switched = held ^ wanted
     lost = [s for s in block.sites if s.where in held - wanted]
-    if block.anchor.axis != -1:
-        return Refusal(
-            "LN110", block.name, "its channels are not the last axis", "convert models whose channels come last"
-        )
     if not wanted and any(s.where is Where.INNER and s.readers and not s.taps for s in block.sites):
         return Refusal("LN110", block.name, "the norm inside its branch would stay", "choose pre, post, peri or output")
     if any(s.norm.kind not in WRITABLE for s in lost):

@@ -75,6 +75,15 @@ def test_outputs_equal_the_exported_route_and_the_cache_works(name: str) -> None
         assert same_state(module, state) and torch.equal(logits(module, inputs), before)
 
 
+@pytest.mark.parametrize("to", rows(PLACEMENTS, sample=("peri",)))
+def test_norms_over_another_axis_than_the_last(to: str) -> None:
+    module, inputs = zoo.build("norm over axis 1")
+    exported = lnr.convert(module, to, kwargs=inputs)
+    lnr.rewrite(module, to=to, kwargs=inputs)
+    with torch.no_grad():
+        assert near(module(**inputs), exported(**inputs))
+
+
 TRAINED = tuple(product(("llama", "gpt2", "t5"), ("peri", "post")))
 
 

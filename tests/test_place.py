@@ -94,9 +94,14 @@ def resized(batch: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, str]]) 
 ARCHITECTURES = (
     "gpt2", "llama", "opt", "bert", "albert", "gemma2", "olmo2", "gpt_neox", "t5", "bart", "vit", "mixtral",
     "parallel, two norms", "hybrid", "layer scale", "deepnorm", "encoder-decoder, post", "norm in the branch alone",
+    "norm over axis 1", "convnext block",
 )  # fmt: skip
-SAMPLE = ("gpt2", "bert", "gemma2", "t5", "mixtral", "parallel, two norms", "hybrid", "norm in the branch alone")
-LEFT_OUT = {("norm in the branch alone", "none"): "LN110"}  # everything else converts in full
+SAMPLE = (
+    "gpt2", "bert", "gemma2", "t5", "mixtral", "parallel, two norms", "hybrid", "norm in the branch alone",
+    "norm over axis 1",
+)  # fmt: skip
+LEFT_OUT = {("norm in the branch alone", "none"): "LN110", ("convnext block", "none"): "LN110"}
+"""Everything else converts in full."""
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -345,8 +350,6 @@ Refusing = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], str,
 IDS = nets.NETS["pre"].inputs
 REFUSED: dict[str, Refusing] = {
     "no residuals": (nets.Plain, nets._floats, "peri", {}, {"LN201"}),
-    "channels first": (nets.NETS["norm over axis 1"].make, nets._pixels, "post", {}, {"LN110"}),
-    "channels first, in the branch": (nets.NETS["convnext block"].make, nets._pixels, "pre", {}, {"LN110"}),
     "batch norm": (batch_normed, IDS, "none", {}, {"LN111"}),
     "dead branch": (dead, IDS, "peri", {}, {"LN112"}),
     "half of a sum": (parallel, IDS, "post", {"blocks": "0"}, {"LN113"}),

@@ -9,7 +9,7 @@ ends up at a child's border, or at an operation that a forward spells out; anyth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -150,10 +150,15 @@ class Difference:
         """Read what the graph's editor wrote: one norm, factor and term, or subtraction of the mean."""
         x: Any = node.args[0] if node.args else None
         below: Any = x if isinstance(x, fx.Node) and x.name not in self.old else None
+        if node.target is aten.transpose.int and below is not None:
+            inner, turned = self.piece(below)
+            start: Any = turned.args[0]
+            return replace(inner, node=node.name, spec=(*inner.spec, ("axis", node.args[1]))), start
         if node.target in NORMS:
             return self.norm(node, None, node), x
         if node.target is aten.sub.Tensor:
-            return Piece(node.name, (("is", "centre"),), (), f"{x.name}_centre"), x
+            axis = node.args[1].args[1][0]
+            return Piece(node.name, (("is", "centre"), *[("axis", axis)] * (axis != -1)), (), f"{x.name}_centre"), x
         if node.target is aten.add.Tensor and below is not None and below.target is aten.rms_norm.default:
             return self.norm(below, node.args[1], node), below.args[0]
         if node.target is aten.add.Tensor:

@@ -47,23 +47,24 @@ class FxEditor:
         edge.slot.replace_input_with(edge.operand, new)
 
     def norm(self, name: str, x: fx.Node, norm: Norm, at: fx.Node) -> fx.Node:
-        """Return a new norm of `x` over the last axis, behind `at`."""
+        """Return a new norm of `x` over its channels, behind `at`: torch's operators take the last axis."""
         if norm.over:
             x = at = self.norm(f"{name}.over", x, norm.over, at)
-        width = x.meta["val"].shape[-1]
+        width = x.meta["val"].shape[norm.axis]
         with self.after(at):
-            weight = self.vector(norm.gamma)
+            weight = self.flat(norm.gamma, width)
             if weight is not None and norm.plus_one:
                 weight = self.call(aten.add.Scalar, (weight, 1.0), weight)
-            bias = self.vector(norm.beta)
+            bias = self.flat(norm.beta, width)
+            value = self.turned(x, norm.axis)
             if norm.kind is Kind.LAYER:
-                node = self.call(aten.layer_norm.default, (x, [width], weight, bias, norm.eps), x)
+                node = self.call(aten.layer_norm.default, (value, [width], weight, bias, norm.eps), value)
             else:
-                node = self.call(aten.rms_norm.default, (x, [width], weight, norm.eps), x)
+                node = self.call(aten.rms_norm.default, (value, [width], weight, norm.eps), value)
             node.meta["custom"]["norm"] = name
-            if norm.kind is Kind.LAYER or bias is None:
-                return node
-            return self.call(aten.add.Tensor, (node, bias), x)
+            if norm.kind is not Kind.LAYER and bias is not None:
+                node = self.call(aten.add.Tensor, (node, bias), value)
+            return self.turned(node, norm.axis)
 
     def affine(self, x: fx.Node, scale: str | None, shift: str | None) -> fx.Node:
         """Return a new scale * x + shift, right behind `x`."""
@@ -75,11 +76,11 @@ class FxEditor:
                 node = self.call(aten.add.Tensor, (node, term), x)
         return node
 
-    def centre(self, x: fx.Node) -> fx.Node:
-        """Return a new x - mean(x) over the last axis, right behind `x`."""
+    def centre(self, x: fx.Node, axis: int) -> fx.Node:
+        """Return a new x - mean(x) over an axis, right behind `x`."""
         with self.after(x):
-            mean = self.call(aten.mean.dim, (x, [-1], True), x)
-            mean.meta["val"] = x.meta["val"][..., :1]
+            mean = self.call(aten.mean.dim, (x, [axis], True), x)
+            mean.meta["val"] = x.meta["val"].narrow(axis, 0, 1)
             return self.call(aten.sub.Tensor, (x, mean), x)
 
     def untie(self, linear: fx.Node, param: str, fresh: str) -> None:
@@ -188,6 +189,23 @@ class FxEditor:
             return None if name is None else self.nodes[name]
         node = self.graph.get_attr(name)
         node.meta["val"] = self.module.get_parameter(name).detach()
+        return node
+
+    def flat(self, name: str | None, width: int) -> fx.Node | None:
+        """Return what `vector` does, one number per channel whatever form it is stored in."""
+        node = self.vector(name)
+        if node is None or node.meta["val"].shape == (width,):
+            return node
+        flat = self.call(aten.reshape.default, (node, [width]), node)
+        flat.meta["val"] = node.meta["val"].reshape(width)
+        return flat
+
+    def turned(self, x: fx.Node, axis: int) -> fx.Node:
+        """Return a value whose axis, counted from the end, has changed places with the last."""
+        if axis == -1:
+            return x
+        node = self.call(aten.transpose.int, (x, axis, -1), x)
+        node.meta["val"] = x.meta["val"].transpose(axis, -1)
         return node
 
     def call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -67,9 +68,13 @@ class OnnxEditor:
         new.name = name
 
     def norm(self, name: str, x: ir.Value, norm: Norm, at: ir.Value) -> ir.Value:
-        """Return a new norm of `x` [..., width] in its semantic form."""
+        """Return a new norm of `x` over its channels in its semantic form, which takes the last axis."""
         if norm.over:
             x = self.norm(f"{name}.over", x, norm.over, at)
+        if norm.axis != -1:
+            turned = self.turned(x, norm.axis, f"{name}.last")
+            result = self.norm(name, turned, replace(norm, axis=-1, over=None), at)
+            return self.turned(result, norm.axis, f"{name}.back")
         scale = self.vector(norm.gamma, x, norm.plus_one) if norm.gamma else ones(self.graph, x)
         bias = [self.vector(norm.beta, x)] if norm.beta else []
         inside = bias if norm.kind is Kind.LAYER else []
@@ -85,14 +90,27 @@ class OnnxEditor:
                 result = self.node(operator, inputs, x, f"{param}.{operator.lower()}")
         return result
 
-    def centre(self, x: ir.Value) -> ir.Value:
-        """Return a new x - mean(x) over the last axis."""
-        axes = constant(self.graph, "lnrewrite.last", np.array([-1], np.int64))
+    def turned(self, x: ir.Value, axis: int, name: str) -> ir.Value:
+        """Return a value of known rank whose axis, counted from the end, has changed places with the last."""
+        if x.shape is None:
+            raise LookupError(f"{x.name} has no known rank, which a norm over its axis {axis} needs")
+        order = list(range(x.shape.rank()))
+        order[axis], order[-1] = order[-1], order[axis]
+        result = self.node("Transpose", [x], x, name, {"perm": order})
+        result.shape = ir.Shape([x.shape[i] for i in order])
+        return result
+
+    def centre(self, x: ir.Value, axis: int) -> ir.Value:
+        """Return a new x - mean(x) over an axis."""
         if self.graph.opset_imports.get("", 1) < 18:
-            mean = self.node("ReduceMean", [x], x, f"{x.name}.mean", {"axes": [-1], "keepdims": 1})
+            mean = self.node("ReduceMean", [x], x, f"{x.name}.mean", {"axes": [axis], "keepdims": 1})
         else:
+            axes = constant(self.graph, f"lnrewrite.axis{axis}", np.array([axis], np.int64))
             mean = self.node("ReduceMean", [x, axes], x, f"{x.name}.mean", {"keepdims": 1})
-        mean.shape = None if x.shape is None else ir.Shape([*x.shape[:-1], 1])
+        shape = None if x.shape is None else [*x.shape]
+        if shape is not None:
+            shape[axis] = 1
+        mean.shape = None if shape is None else ir.Shape(shape)
         return self.node("Sub", [x, mean], x, f"{x.name}.centred")
 
     def untie(self, linear: ir.Value, param: str, fresh: str) -> None:

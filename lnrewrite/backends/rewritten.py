@@ -41,18 +41,23 @@ OPERATIONS = (ast.BinOp, ast.AugAssign, ast.Call)
 
 
 class Norm(nn.Module):
-    """weight * u + bias, u = (x - mean(x)) / sqrt(var(x) + eps) over the last axis; `rms`: x / sqrt(mean(x^2) + eps).
+    """weight * u + bias, u = (x - mean(x)) / sqrt(var(x) + eps) over an axis; `rms`: x / sqrt(mean(x^2) + eps).
 
     `plus_one`: the weight is stored less one.
     """
 
-    def __init__(self, kind: str, width: int, eps: float, weight: bool, bias: bool, plus_one: bool = False) -> None:
+    def __init__(
+        self, kind: str, width: int, eps: float, weight: bool, bias: bool, plus_one: bool = False, axis: int = -1
+    ) -> None:
         super().__init__()
-        self.kind, self.width, self.eps, self.plus_one = kind, width, eps, plus_one
+        self.kind, self.width, self.eps, self.plus_one, self.axis = kind, width, eps, plus_one, axis
         self.weight = nn.Parameter(torch.full((width,), 1.0 - plus_one)) if weight else None
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) if self.axis == -1 else self.last(x.transpose(self.axis, -1)).transpose(self.axis, -1)
+
+    def last(self, x: Tensor) -> Tensor:
         weight = self.weight + 1.0 if self.plus_one and self.weight is not None else self.weight
         if self.kind == "layer":
             return F.layer_norm(x, (self.width,), weight, self.bias, self.eps)
@@ -77,10 +82,14 @@ class Affine(nn.Module):
 
 
 class Centre(nn.Module):
-    """x - mean(x) over the last axis."""
+    """x - mean(x) over an axis."""
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__()
+        self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(-1, keepdim=True)
+        return x - x.mean(self.axis, keepdim=True)
 
 
 PIECES = {"norm": Norm, "affine": Affine, "centre": Centre}

@@ -63,16 +63,16 @@ class Editor(Protocol[Handle]):
         """Let one reader read `new`. The graph's outputs keep their names and dtypes."""
 
     def norm(self, name: str, x: Handle, norm: Norm, at: Handle) -> Handle:
-        """Return a new norm of `x` over the last axis; its gamma and beta name parameters or computed vectors.
+        """Return a new norm of `x` over the norm's axis; its gamma and beta name parameters or computed vectors.
 
         It stands where `at` is known, and with that what a computed gain is computed from.
         """
 
     def affine(self, x: Handle, scale: str | None, shift: str | None) -> Handle:
-        """Return a new scale * x + shift, either of which may be left out."""
+        """Return a new scale * x + shift, either of which may be left out; they broadcast to `x`."""
 
-    def centre(self, x: Handle) -> Handle:
-        """Return a new x minus its mean over the last axis, which stands right behind `x`."""
+    def centre(self, x: Handle, axis: int) -> Handle:
+        """Return a new x minus its mean over an axis, which stands right behind `x`."""
 
     def untie(self, linear: Handle, param: str, fresh: str) -> None:
         """Let one node read a copy of a parameter, under that name or one like it, in its place."""
@@ -279,26 +279,34 @@ class Surgery(Generic[Handle]):
     def affine(self, block: Block, op: Affine) -> None:
         """Insert scale * u + shift on the branch's reads, its end, or the skip's edge."""
         edges = {Where.IN: self.entrance, Where.OUT: self.end}.get(op.where, self.skip)(block)
-        place = "skip" if op.where is Where.POST else op.where
-        node = self.affine_of(edges[0].operand, op, f"{block.name}.affine_{place}")
+        place, site = "skip" if op.where is Where.POST else op.where, block.at(op.where)
+        axis = site.norm.axis if site and op.where is Where.IN else block.anchor.axis
+        node = self.affine_of(edges[0].operand, op, f"{block.name}.affine_{place}", axis)
         self.redirect(edges, node)
         if op.where is not Where.POST:
             self.chained[block.name, op.where] = node
 
-    def affine_of(self, x: Handle, op: Affine, name: str) -> Handle:
-        """Return scale * x + shift right behind `x`."""
+    def affine_of(self, x: Handle, op: Affine, name: str, axis: int) -> Handle:
+        """Return scale * x + shift, over the channels at `axis`, right behind `x`."""
         if isinstance(op.scale, Centre):
-            return self.editor.centre(x)
-        scale = self.create(f"{name}.scale", self.value(op.scale), x) if op.scale else None
-        shift = self.create(f"{name}.shift", self.value(op.shift), x) if op.shift else None
-        return self.editor.affine(x, scale, shift)
+            return self.editor.centre(x, axis)
+        behind = [1] * (-axis - 1)
+        given = {"scale": op.scale, "shift": op.shift}
+        arrays = {key: self.value(value) for key, value in given.items() if value is not None}
+        names = {
+            key: self.create(f"{name}.{key}", array.reshape(*array.shape, *behind) if array.ndim else array, x)
+            for key, array in arrays.items()
+        }
+        return self.editor.affine(x, names.get("scale"), names.get("shift"))
 
     def begin(self, stream: Stream, op: Affine) -> None:
         """Insert scale * x + shift where a stream starts, or before its embedding norm."""
-        name = stream.embedding.origin[0] if op.before and stream.embedding else stream.source
+        name, axis = stream.source, stream.blocks[0].anchor.axis
+        if op.before and stream.embedding:
+            name, axis = stream.embedding.origin[0], stream.embedding.norm.axis
         old = self.stand(name)
         edges = self.editor.readers(old)
-        new = self.affine_of(old, op, f"{stream.name}.affine_source")
+        new = self.affine_of(old, op, f"{stream.name}.affine_source", axis)
         self.redirect(edges, new)
         self.supersede(name, old, new)
 

@@ -16,7 +16,7 @@ from ..stream import Anchor, Arm, Block, Kind, Linear, Network, Scale, Site, Str
 from . import scales as scales_
 from .arms import find_arms
 from .branches import branch_kind
-from .edges import Edge, computed, readers, writers
+from .edges import Edge, computed, moved, readers, writers
 from .found import Found
 from .joins import WEIGHTED, Join, find_joins, nearest_miss, scaled
 from .modulation import modulation
@@ -114,23 +114,23 @@ class _Detector:
     def stream(self, chain: list[tuple[Join, Link]], index: int) -> Stream:
         post = self.post_norms(chain)
         blocks: list[Block] = []
-        axis = self.axis(chain)
+        axes = self.axes(chain)
         for group, (join, _) in enumerate(chain):
             parallel = index * 10000 + group if len(join.branches) > 1 else None
             for branch, add in join.branches:
-                blocks.append(self.block(join, branch, add, axis, parallel, post[group]))
+                blocks.append(self.block(join, branch, add, axes[group], parallel, post[group]))
             if group + 1 < len(chain):
                 blocks[-1] = self.handed_on(blocks[-1], chain[group + 1][1])
         first, last = chain[0], chain[-1]
         embedding = self.norms.get(first[1].norm or "")
         final = None if post[-1] else self.norm_after(last[0].total)
-        width = self.graph.width(first[0].total, axis)
-        begun = embedding.source if embedding else first[0].root
+        width = self.graph.width(first[0].total, axes[0])
+        begun, axis = (embedding.source, embedding.axis) if embedding else (first[0].root, axes[0])
         sources = writers(self.graph, begun, axis)
         opaque = self.graph[sources.others[0]].kind if sources.others else ""
         if embedding and set(self.graph.users[begun]) - embedding.members:
             opaque = opaque or "a value that is read bare too"
-        exits = self.exits(last[0].total, axis, final or post[-1])
+        exits = self.exits(last[0].total, axes[-1], final or post[-1])
         name = stream_name([b.name for b in blocks], index)
         return Stream(
             name,
@@ -194,25 +194,47 @@ class _Detector:
                     todo.append(user)
         return None
 
-    def axis(self, chain: list[tuple[Join, Link]]) -> int:
-        """Tell which axis of the stream's values is the channels: the one that norms, or else writers, work on."""
+    def axes(self, chain: list[tuple[Join, Link]]) -> list[int]:
+        """Tell which axis of each sum is the channels; one that shows nothing has the axis of its neighbour."""
+        seen = [self.axis(join, link) for join, link in chain]
+        usual = next((axis for axis in seen if axis is not None), -1)
+        return [usual := usual if axis is None else axis for axis in seen]
+
+    def axis(self, join: Join, link: Link) -> int | None:
+        """Tell which axis of a sum is the channels: the one that norms, or else writers, work on."""
         graph = self.graph
-        for join, link in chain:
-            norms = [self.norms[link.norm]] if link.norm else []
-            norms += [n for branch, _ in join.branches for n in self.entries(join.root, branch)]
-            for norm in norms:
-                one, two = graph[norm.source].shape or (), graph[join.total].shape or ()
-                if len(one) == len(two) and one[norm.axis] == two[norm.axis]:
-                    return norm.axis
-        for join, _ in chain:
-            for axis in dict.fromkeys((-1, 1 - len(graph[join.total].shape or ()))):
-                for branch, _ in join.branches:
-                    region = {o.name for o in graph.between(join.root, branch)}
-                    end = self.exit(join.root, branch)
-                    last = scales_.back(graph, end.source if end else branch, axis, "", self.norms)
-                    if writers(graph, last.value, last.axis, region).linears:
-                        return axis
-        return -1
+        for branch, _ in join.branches:
+            for norm in self.entries(join.root, branch):
+                if (axis := self.followed(norm.source, norm.axis, join.root)) is not None:
+                    return axis
+        norms = [self.norms[link.norm]] if link.norm else []
+        for norm in norms + [n for branch, _ in join.branches for n in self.entries(join.root, branch)]:
+            one, two = graph[norm.source].shape or (), graph[join.total].shape or ()
+            if len(one) == len(two) and one[norm.axis] == two[norm.axis]:
+                return norm.axis
+        for axis in dict.fromkeys((-1, 1 - len(graph[join.total].shape or ()))):
+            for branch, _ in join.branches:
+                region = {o.name for o in graph.between(join.root, branch)}
+                end = self.exit(join.root, branch)
+                last = scales_.back(graph, end.source if end else branch, axis, "", self.norms)
+                if writers(graph, last.value, last.axis, region).linears:
+                    return axis
+        return None
+
+    def followed(self, name: str, axis: int, start: str) -> int | None:
+        """Return where an axis of a value is in what it was made from by shapes, casts and factors; None where lost."""
+        while name != start:
+            op = self.graph[name]
+            source = self.back(name)
+            if source is None:
+                return None
+            if op.kind in SHAPE | {"gather"}:
+                before = moved(self.graph, op, axis, back=True)
+                if before is None:
+                    return None
+                axis = before
+            name = source
+        return axis
 
     def block(self, join: Join, branch: str, add: str, axis: int, group: int | None, post: Found | None) -> Block:
         graph = self.graph

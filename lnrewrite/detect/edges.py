@@ -197,11 +197,22 @@ def _onward(graph: OpGraph, op: Op, value: str, axis: int) -> tuple[int, bool] |
     if (op.kind in SHAPE or op.kind == "gather") and op.inputs[0] == value:
         after = moved(graph, op, axis)
         return None if after is None else (after, op.kind != "pad")
+    if op.kind in {"mean", "sum"} and (after := _reduced(op, len(graph[value].shape or ()), axis)) is not None:
+        return after, op.kind == "mean"
     if op.kind in {"mul", "div"} and op.inputs[0] == value and graph.is_scalar(op.inputs[1]):
         return axis, False
     if op.kind == "mul" and op.inputs[1] == value and graph.is_scalar(op.inputs[0]):
         return axis, False
     return None
+
+
+def _reduced(op: Op, rank: int, axis: int) -> int | None:
+    """Return where an axis goes through a reduction over others; None where it is reduced itself."""
+    axes: Any = op.attrs["axes"]
+    gone = {a - rank if a >= 0 else a for a in axes} if axes else set(range(-rank, 0))
+    if axis in gone:
+        return None
+    return axis if op.attrs["keepdim"] else axis + sum(a > axis for a in gone)
 
 
 def writers(

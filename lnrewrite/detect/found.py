@@ -9,10 +9,14 @@ from ..stream import Norm
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Hold one norm of a graph: `source` is what it normalises along `axis`, `output` its value, `members` its ops."""
+    """Hold one norm of a graph: `source` is what it normalises, `output` its value, `members` its ops."""
 
     norm: Norm
     source: str
     output: str
     members: frozenset[str]
-    axis: int = -1
+
+    @property
+    def axis(self) -> int:
+        """Return the channels' place in the source, counted from the end."""
+        return self.norm.axis

@@ -112,8 +112,9 @@ def _fused(graph: OpGraph, op: Op) -> Found | None:
     eps: float = op.attrs["eps"]  # type: ignore[assignment]
     held = [parameter_behind(graph, name) for name in op.inputs[3:5]] if kind is Kind.BATCH else []
     mean, variance = held if len(held) == 2 else (None, None)
-    norm = Norm(kind, eps, **_gain(graph, gamma), beta=parameter_behind(graph, beta), mean=mean, variance=variance)
-    return Found(norm, source, op.name, frozenset({op.name}), axis)
+    affine = {**_gain(graph, gamma), "beta": parameter_behind(graph, beta)}
+    norm = Norm(kind, eps, **affine, mean=mean, variance=variance, axis=axis)
+    return Found(norm, source, op.name, frozenset({op.name}))
 
 
 def _gain(graph: OpGraph, name: Operand) -> dict[str, Any]:
@@ -222,10 +223,10 @@ def _prove(graph: OpGraph, source: str, op: Op, ops: list[Op]) -> tuple[Found | 
         gain = _fit(factor * unit(kind, rows, eps, variant), wanted)
         if gain is None:
             continue
-        norm = _describe(graph, Norm(kind, eps, factor=factor), gain, parameters)
+        norm = _describe(graph, Norm(kind, eps, factor=factor, axis=axis), gain, parameters)
         if norm is None:
             continue
-        return Found(norm, source, op.name, frozenset(o.name for o in ops), axis), ""
+        return Found(norm, source, op.name, frozenset(o.name for o in ops)), ""
     small = sorted({i for i in literal if abs(i) < 0.5})
     return None, f"not layer, rms, std or l2 with any eps of {small or 'none'}"
 
@@ -286,7 +287,7 @@ def _with_affine(graph: OpGraph, core: Found) -> Found:
                 break
             norm = replace(norm, beta=beta)
         elif norm.kind is Kind.BATCH and op.kind == "add" and (beside := _beside(graph, other, core)) is not None:
-            norm = Norm(Kind.BATCH, norm.eps, gamma=op.name, computed=True)
+            norm = Norm(Kind.BATCH, norm.eps, gamma=op.name, computed=True, axis=core.axis)
             members |= beside
         else:
             break

@@ -35,12 +35,12 @@ def stored(graph: OpGraph, op: Op) -> Found | None:
         before = graph[value]
         held, source = _vector(graph, before, axis) if graph.users[value] == (op.name,) else (None, "")
         if held and before.kind == "sub" and before.inputs[0] == source:
-            norm = Norm(Kind.BATCH, eps, mean=held, variance=variance)
+            norm = Norm(Kind.BATCH, eps, mean=held, variance=variance, axis=axis)
         else:
             held = held if before.kind == "mul" else None
-            norm = Norm(Kind.POWER, eps, held, variance=variance)
+            norm = Norm(Kind.POWER, eps, held, variance=variance, axis=axis)
         start, members = (source, {value, op.name}) if held else (value, {op.name})
-        return Found(norm, start, op.name, frozenset(members), axis)
+        return Found(norm, start, op.name, frozenset(members))
     return None
 
 
@@ -83,7 +83,7 @@ def dynamic_tanh(graph: OpGraph, op: Op) -> Found | None:
         return None
     for axis in (-1, 1 - len(op.shape or ())):
         if _vector(graph, gain, axis)[0]:
-            return Found(Norm(Kind.TANH, 0.0), value, op.name, frozenset({inner.name, op.name}), axis)
+            return Found(Norm(Kind.TANH, 0.0, axis=axis), value, op.name, frozenset({inner.name, op.name}))
     return None
 
 

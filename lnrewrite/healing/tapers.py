@@ -126,7 +126,8 @@ class Tapering:
                 values = seen.state if where is Where.IN else seen.branch
                 gain = vectors.add(np.full(stream.width, _typical(kind, values)))
                 shift = vectors.add(np.zeros(stream.width)) if beta else None
-                operations.append(SetNorm(where, Norm(kind, careful_eps(eps, values)), gain, shift))
+                norm = Norm(kind, careful_eps(eps, values), axis=block.anchor.axis)
+                operations.append(SetNorm(where, norm, gain, shift))
         return Edit(block.name, tuple(operations))
 
     @cached_property

@@ -55,6 +55,12 @@ def written(norm: Any, x: Tensor) -> Tensor:
     return d * torch.rsqrt(d.square().mean(-1, keepdim=True) + norm.eps) * norm.weight + norm.bias
 
 
+def standardized(x: Tensor) -> Tensor:
+    """Return a LayerNorm over axis 1 without gain, written out."""
+    d = x - x.mean(1, keepdim=True)
+    return d / torch.sqrt(d.square().mean(1, keepdim=True) + 1e-6)
+
+
 class ChannelsFirst(nn.Module):
     """Norm the channels of an image, axis 1, as wide as the image; 1 x 1 convolutions read and write."""
 
@@ -63,14 +69,13 @@ class ChannelsFirst(nn.Module):
         self.stem, self.size = nn.Conv2d(3, W, 3, padding=1), size
         self.gains, self.shifts = (nn.ParameterList(torch.empty(W) for _ in range(3)) for _ in range(2))
         self.up, self.down = (nn.ModuleList(nn.Conv2d(a, b, 1) for _ in range(3)) for a, b in ((W, H), (H, W)))
+        self.final, self.head = nn.Parameter(torch.empty(W)), nn.Conv2d(W, 5, 1)
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.stem(pixels)
         for gain, shift, up, down in zip(self.gains, self.shifts, self.up, self.down, strict=True):
-            d = x - x.mean(1, keepdim=True)
-            h = d / torch.sqrt(d.square().mean(1, keepdim=True) + 1e-6)
-            x = x + down(torch.tanh(up(gain[:, None, None] * h + shift[:, None, None])))
-        return x
+            x = x + down(torch.tanh(up(gain[:, None, None] * standardized(x) + shift[:, None, None])))
+        return self.head(standardized(x) * self.final[:, None, None])
 
 
 class Padded(nn.Module):

@@ -239,7 +239,8 @@ def _any_norm(draw: Any) -> Norm:
     eps = draw(st.floats(0, allow_infinity=False))
     rest = [draw(st.none() | _words) for _ in range(3)]
     over = draw(_any_norm()) if draw(st.integers(0, 5)) == 0 else None
-    return Norm(draw(st.sampled_from(Kind)), eps, gamma, rest[0], one, computed, *rest[1:], over=over)
+    kind, axis = draw(st.sampled_from(Kind)), draw(st.sampled_from((-1, -3)))
+    return Norm(kind, eps, gamma, rest[0], one, computed, *rest[1:], axis=axis, over=over)
 
 
 def _any_site(*wheres: Where) -> st.SearchStrategy[Site]:
