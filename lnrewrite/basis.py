@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .plan import Edit, FoldReader, Operation, Proposal, Refusal, Rotation, ScaleWriter, SetNorm, Value
-from .stream import Block, Linear, Site, Stream, Where, site_name
+from .stream import Block, Linear, Side, Site, Stream, Where, site_name
 
 Weights = FoldReader | ScaleWriter
 
@@ -146,15 +146,17 @@ class Basis:
 
     def passable(self, block: Block) -> None:
         """Raise Closed where something stands between blocks, or in a branch, that M does not pass."""
-        if "carried through" in block.opaque:
-            raise Closed("LN114", f"behind {block.name} the stream is {_said(block, 'carried')}", "leave it as it is")
-        if "raw" in block.opaque:
-            raise Closed("LN120", f"{block.name} reads the stream with and without its norm", "leave it as it is")
-        if "ends in" in block.opaque:
-            why = f"between the out norm of {block.name} and the stream there is more: it {_said(block, 'ends')}"
+        if carried := block.barrier(Side.CARRIED):
+            raise Closed("LN114", f"behind {block.name} the stream is {carried}", "leave it as it is")
+        if added := block.barrier(Side.ADDED):
+            why = f"the sum of {block.name} {added}, which no linear map writes"
             raise Closed("LN120", why, "leave it as it is")
-        channels = [s for s in block.scaled("written", "branch", "trunk") if s.vector]
-        if self.mixes and (channels or block.scale != block.scale):
+        if block.barrier(Side.RAW):
+            raise Closed("LN120", f"{block.name} reads the stream with and without its norm", "leave it as it is")
+        if ends := block.barrier(Side.ENDS):
+            why = f"between the out norm of {block.name} and the stream there is more: it {ends}"
+            raise Closed("LN120", why, "leave it as it is")
+        if self.mixes and any(s.vector for s in block.scaled("written", "branch", "skip", "trunk")):
             why = f"{block.name} has one factor per channel beside the stream"
             raise Closed("LN123", why, "run absorb-scales first")
 
@@ -164,17 +166,20 @@ class Basis:
         for site in norms:
             self.always(block.name, self.read(block, site))
         if not norms:
-            self.always(block.name, self.bare(block, block.readers, "read by" in block.opaque))
+            self.always(block.name, self.bare(block, block.readers, block.barrier(Side.READ) is not None))
 
     def leave(self, block: Block) -> None:
-        """Let a branch write M times what it wrote."""
+        """Let a branch, and what else its sum adds, write M times what it wrote."""
+        self.always(block.name, self.multiplied(block.added))
         if site := block.at(Where.OUT):
             self.always(block.name, self.made(block, site, self.stream.makers(block, site)))
             return
-        writers = () if "written by" in block.opaque else block.writers
+        behind = block.barrier(Side.WRITTEN)
+        writers = () if behind else block.writers
         instead = self.explicit(Where.OUT)
         if isinstance(instead, Closed):
-            said = f"a writer of {block.name} is shared" if writers else f"{block.name} is {_said(block, 'written')}"
+            said = f"{block.name} is {behind or 'written by nothing that is seen'}"
+            said = f"a writer of {block.name} is shared" if writers else said
             instead = Closed(instead.code, f"{said}, {instead.why}", instead.remedy)
         self.choices.append(Choice(block.name, self.multiplied(writers), instead))
         if not writers:
@@ -223,10 +228,6 @@ def effect(change: Weights) -> Hashable:
     if isinstance(change, FoldReader) and isinstance(scale, Rotation):
         scale = scale.transposed
     return linear_of(change).axis, scale, change.shift
-
-
-def _said(block: Block, word: str) -> str:
-    return next((part for part in block.opaque.split("; ") if part.startswith(word)), "written by nothing that is seen")
 
 
 def proposal(stream: Stream, edits: Iterable[Edit], why: str, **rest: Any) -> Proposal:

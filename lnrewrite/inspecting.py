@@ -50,7 +50,8 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
             "readers": [r.param for r in b.readers],
             "writers": [w.param for w in b.writers],
             "scale": b.scale,
-            "opaque": b.opaque,
+            **({"skip": [str(s.by) for s in skip]} if (skip := b.scaled("skip")) else {}),
+            "opaque": "; ".join(map(str, b.barriers)),
         }
 
     def stream(s: Stream) -> dict[str, Any]:

@@ -4,9 +4,9 @@ It is the independent oracle of every graph backend, so it knows nothing of grap
 docstrings of `stream.py` and `plan.py` alone. A stream starts from its sources (tables [tokens, width], summed) and
 
     u  = in norms of x, in order          h  = tanh(readers(u)), mixed over earlier tokens by attention
-    f  = out norms of writers(inner(h))   x' = post norms of scale * x + sum of f over the blocks of one sum
+    f  = out norms of writers(inner(h))   x' = post norms of scale * x + what is added + the f of the blocks of one sum
 
-with constant factors where the picture has them, and something nonlinear where it says `opaque`. Whatever leaves the
+with constant factors where the picture has them, and something nonlinear at each barrier. Whatever leaves the
 stream is an output: what the head's readers make of the last state, what each tap and exit sees. Two machines are
 equal where their outputs are. `ref.py` carries edits out on a machine.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .stream import Block, Kind, Linear, Norm, Site, Stream, Where, site_name, sums
+from .stream import Block, Kind, Linear, Norm, Side, Site, Stream, Where, site_name, sums
 
 Floats = NDArray[np.float64]
 
@@ -60,12 +60,13 @@ class Machine:
         start = f"{stream.name}.embedding"
         state = self._end(start, stream.embedding, Where.EMBEDDING, self._insert(start, "before", state), seen)
         for group in sums(stream):
-            skip = self._insert(group[0].name, Where.POST, group[0].scale * state)
+            skip = group[0].scale * self._scale(group[0], "skip", state)
+            skip = self._insert(group[0].name, Where.POST, skip) + self._added(group[0], state)
             state = skip + np.sum([self._branch(block, state, seen) for block in group], axis=0)
             for name, site in trunk_norms(group):
                 state = self._norm(name, site, state, seen)
             state = self._scale(group[-1], "trunk", state)
-            if any("carried" in block.opaque for block in group):
+            if any(block.barrier(Side.CARRIED) for block in group):
                 state = np.tanh(state)
             if stream.taps:
                 seen[f"{group[-1].name} state"] = state
@@ -86,11 +87,11 @@ class Machine:
             u = self._norm(site_name(block, site), site, u, seen)
         u = self._insert(block.name, Where.IN, self._scale(block, "read", u))
         hidden = np.tanh(self._contract(block.readers, u))
-        if "read" in block.opaque:
-            hidden = hidden + fit(np.tanh(state if "raw" in block.opaque else u), hidden.shape[1])
+        if block.barrier(Side.READ) or block.barrier(Side.RAW):
+            hidden = hidden + fit(np.tanh(state if block.barrier(Side.RAW) else u), hidden.shape[1])
         if block.kind == "attention":
             hidden = hidden + np.cumsum(hidden, axis=0) / np.arange(1, len(hidden) + 1)[:, None]
-        beside = np.sin(hidden) if "written by" in block.opaque else np.zeros((len(hidden), 1))
+        beside = np.sin(hidden) if block.barrier(Side.WRITTEN) else np.zeros((len(hidden), 1))
         written = {w.param for w in block.writers}
         beside_norms = [s for s in block.sites if s.where is Where.INNER and s.writers]
         aside = [self._norm(site_name(block, s), s, self._made(s, hidden), seen) for s in beside_norms]
@@ -111,6 +112,12 @@ class Machine:
         for site in (s for s in block.sites if s.where is Where.OUT):
             branch = self._norm(site_name(block, site), site, branch, seen)
         return self._insert(block.name, Where.OUT, self._scale(block, "branch", branch))
+
+    def _added(self, block: Block, state: Floats) -> Floats:
+        """Return what the block's sum adds beside skip and branches."""
+        terms = [self._source(w) for w in block.added]
+        terms += [np.cos(np.arange(state.size)).reshape(state.shape)] if block.barrier(Side.ADDED) else []
+        return np.asarray(np.sum(terms, axis=0)) if terms else np.zeros_like(state)
 
     def _made(self, site: Site, hidden: Floats) -> Floats:
         return np.asarray(np.sum([self._write(w, hidden) for w in site.writers], axis=0))
@@ -233,6 +240,8 @@ def invent(stream: Stream, seed: int, tokens: int = 5, hidden: int = 6) -> Machi
             draw(source.bias, stream.width)
             linear(source, stream.width)
     for block in stream.blocks:
+        for table in block.added:
+            draw(table.param, tokens, stream.width)
         for reader in block.readers:
             linear(reader, stream.width)
         for writer in block.writers:

@@ -116,12 +116,13 @@ class OpGraph:
         size = shape[axis]
         return size if isinstance(size, int) else 0
 
-    def is_channel_vector(self, name: Operand, width: int) -> bool:
-        """Say whether a value is one number per channel, computed from parameters alone."""
-        if not isinstance(name, str) or name not in self.constant:
+    def is_channel_vector(self, name: Operand, width: int, axis: int = -1) -> bool:
+        """Return whether a value is one number per channel of an axis, computed from parameters alone."""
+        if not isinstance(name, str) or name not in self.constant or width < 2:
             return False
         shape = self.ops[name].shape or ()
-        return bool(shape) and shape[-1] == width and all(d == 1 for d in shape[:-1]) and width > 1
+        place = len(shape) + axis
+        return place >= 0 and all(d == (width if i == place else 1) for i, d in enumerate(shape))
 
     def is_scalar(self, name: Operand) -> bool:
         """Say whether an operand is one number for the whole tensor, known without the model's inputs."""

@@ -124,7 +124,8 @@ def _drop_scale(machine: Machine, target: str, edit: DropScale) -> Machine:
     block = next(b for b in machine.stream.blocks if b.name == target)
     if edit.scale is None:
         group = next(g for g in sums(machine.stream) if block in g)
-        return replace(machine, stream=_swap(machine.stream, [replace(b, scale=1.0) for b in group]))
+        bare = [replace(b, scale=1.0, scales=tuple(s for s in b.scales if s.at != "skip")) for b in group]
+        return replace(machine, stream=_swap(machine.stream, bare))
     if edit.scale not in block.scales:
         raise ValueError(f"{target} has no factor {edit.scale}")
     kept = list(block.scales)

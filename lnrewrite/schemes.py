@@ -54,7 +54,7 @@ def _keel(stream: Stream) -> bool:
 
 
 def _scaled(block: Block) -> bool:
-    return block.scale != 1 and not math.isnan(block.scale)
+    return block.scale != 1 and not block.scaled("skip")
 
 
 def _hybrid(stream: Stream) -> bool:

@@ -46,6 +46,22 @@ class Where(enum.StrEnum):
     FINAL = "final"
 
 
+class Side(enum.StrEnum):
+    """Say at which edge of a block a barrier stands.
+
+    read: between the trunk (or its in norm) and the readers. raw: the branch reads the bare trunk beside its norm.
+    written: between the writers and the out norm or the trunk. ends: between the out norm and the trunk. added: a term
+    of the sum that no linear map writes. carried: on the trunk, behind the sum.
+    """
+
+    READ = "read"
+    RAW = "raw"
+    WRITTEN = "written"
+    ENDS = "ends"
+    ADDED = "added"
+    CARRIED = "carried"
+
+
 class Placement(enum.StrEnum):
     """Name where a block's norms sit (see `Block.placement`)."""
 
@@ -62,7 +78,8 @@ class Norm:
     """Describe one norm; `gamma` and `beta` name parameters, equality includes eps.
 
     `plus_one` says that the gain is 1 + gamma (Gemma). `gamma` may be an expression of parameters that no single
-    name describes (a sigmoid of a weight): then it is the name of the node that computes it and `computed` is true.
+    name describes (a sigmoid of a weight): then it is the name of the node that computes it and `computed` is true;
+    so may `beta`.
     `mean` and `variance` name the stored statistics of a batch norm, which make it an affine map. `factor` is a number
     that u is multiplied by before the gain (sqrt(width) behind an l2 norm). `axis` is the channels' place in what it
     reads, counted from the end. `over` is a norm that this one reads and nothing else does: norm of norm.
@@ -133,8 +150,9 @@ class Scale:
     """Multiply by a constant that stands alone in the graph: `by` is a number, or names a parameter or a node.
 
     `at` says where: `read` (between the in norm and the readers), `written` (between the writers and the out norm or,
-    without one, the add), `branch` (between the out norm and the add), `trunk` (on what the sum hands on). `vector`
-    is true for one number per channel, `inverse` for a division, `computed` where `by` names a node.
+    without one, the add), `branch` (between the out norm and the add), `skip` (what the sum takes of the state before),
+    `trunk` (on what the sum hands on). `vector` is true for one number per channel, `inverse` for a division,
+    `computed` where `by` names a node.
     """
 
     at: str
@@ -143,6 +161,23 @@ class Scale:
     inverse: bool = False
     computed: bool = False
     node: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Name an operator `op` at an edge of a block which no linear edit passes."""
+
+    at: Side
+    op: str
+
+    def __str__(self) -> str:
+        return SAID[self.at].format(op=self.op)
+
+
+SAID = {
+    Side.READ: "read by {op}", Side.RAW: "reads the raw stream too", Side.WRITTEN: "written by {op}",
+    Side.ENDS: "ends in {op}", Side.ADDED: "adds {op}", Side.CARRIED: "carried through {op}",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +226,11 @@ class Block:
     """Describe one residual branch: x' = skip(x) + branch(x).
 
     `sites` holds its norms in dataflow order; `readers` the first linears that see the stream, `writers` the last
-    before the add. `parallel_group` numbers branches that share one sum. `scale` is a constant that multiplies the
-    skip (DeepNorm), nan for one number per channel; `scales` are the block's other constant factors in dataflow order.
-    `opaque` says in words what stands between the trunk and the readers ("read by", "reads"), the writers and the
-    trunk ("written by"), an out norm and the trunk ("ends in") or on the trunk itself ("carried through") that no
-    linear edit passes; it is empty for nothing. `arms` are linears inside the branch that share a free factor.
+    before the add. `parallel_group` numbers branches that share one sum. `scale` is the number that multiplies the
+    skip (DeepNorm); `scales` are the block's other constant factors in dataflow order. `added` are the linears and
+    tables that write further terms of the sum (positions, conditions), told of its first block alone. `barriers` are
+    what no linear edit passes; a block without them is accounted for. `arms` are linears inside the branch that share
+    a free factor.
     """
 
     name: str
@@ -206,9 +241,14 @@ class Block:
     parallel_group: int | None = None
     scale: float = 1.0
     scales: tuple[Scale, ...] = ()
-    opaque: str = ""
+    added: tuple[Linear, ...] = ()
+    barriers: tuple[Barrier, ...] = ()
     arms: tuple[Arm, ...] = ()
     anchor: Anchor = field(default=Anchor(), compare=False)
+
+    def barrier(self, at: Side) -> Barrier | None:
+        """Return what stands at an edge of the block, or None."""
+        return next((b for b in self.barriers if b.at is at), None)
 
     def at(self, where: Where, index: int = 0) -> Site | None:
         """Return the block's first site of that kind (or a later one), or None."""
@@ -290,7 +330,7 @@ class Stream:
         if site.where is Where.EMBEDDING:
             return () if self.opaque else self.sources
         if site.where is Where.OUT and block:
-            return () if "written by" in block.opaque else block.writers
+            return () if block.barrier(Side.WRITTEN) else block.writers
         return site.writers
 
 

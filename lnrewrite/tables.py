@@ -96,6 +96,7 @@ def _notes(block: Block, every: bool) -> Iterator[str]:
         yield f"parallel {block['parallel_group']}"
     if block.get("scale", 1) != 1:
         yield f"skip × {block['scale']:g}"
+    yield from (f"skip × {by}" for by in block.get("skip", ()))
     if block.get("opaque"):
         yield block["opaque"] if every else textwrap.shorten(block["opaque"], 40, placeholder="…")
 

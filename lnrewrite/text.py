@@ -9,7 +9,8 @@
     elsewhere inner rms(eps=1e-06 gamma=1+@q_norm.weight) -> taps mul_3
 
 `@p` is a parameter, `%n` a node that computes a gain, `@w:0+@b` a linear map with the axis that runs over the channels
-and its bias; `head` and `exits` say what reads its last state bare. A name with other characters stands in
+and its bias; a block `adds` what its sum takes beside skip and branches, a `barrier` is what no linear edit passes;
+`head` and `exits` say what reads its last state bare. A name with other characters stands in
 JSON quotes. Defaults are not printed: a block without a `reads` line has the readers of its in norm. Indentation and
 lines that start with `#` mean nothing. `parse(render(n)) == n` for every field that takes part in equality.
 """
@@ -26,7 +27,7 @@ from functools import partial
 from typing import TypeVar
 
 from .plan import Refusal
-from .stream import Arm, Block, Kind, Linear, Network, Norm, Scale, Site, Stream, Where
+from .stream import Arm, Barrier, Block, Kind, Linear, Network, Norm, Scale, Side, Site, Stream, Where
 
 T = TypeVar("T")
 
@@ -49,12 +50,12 @@ _SITE = re.compile(
 _STREAM = re.compile(rf"({_NAME}) width=(-?\d+)(?: opaque=({_QUOTED}))?")
 _BLOCK = re.compile(
     rf"(?P<name>{_NAME}) (?P<kind>{_NAME}) (?P<placement>\w+)(?: group=(?P<group>-?\d+))?"
-    rf"(?: scale=(?P<scale>\S+))?(?: opaque=(?P<opaque>{_QUOTED}))?"
+    rf"(?: scale=(?P<scale>\S+))?"
 )
 _REFUSED = re.compile(rf"({_NAME}) ({_NAME}) ({_QUOTED}) ({_QUOTED})")
 
 _BLOCK_SITES = (Where.IN, Where.OUT, Where.POST, Where.INNER)
-_BLOCK_LINES = (*_BLOCK_SITES, "scale", "arm", "reads", "writes")
+_BLOCK_LINES = (*_BLOCK_SITES, "scale", "arm", "barrier", "adds", "reads", "writes")
 _STREAM_LINES = ("source", "embedding", "block", "final", "taps", "head", "exits")
 
 
@@ -169,12 +170,12 @@ def _block(block: Block) -> list[str]:
         header.append(f"group={block.parallel_group}")
     if block.scale != 1.0:
         header.append(f"scale={float(block.scale)!r}")
-    if block.opaque:
-        header.append(f"opaque={json.dumps(block.opaque)}")
     lines = [f"  block {' '.join(header)}"]
     lines += [f"    {s.where:<6} {_site(s)}" for s in block.sites]
     lines += [f"    scale  {_scale(s)}" for s in block.scales]
     lines += [f"    arm    {_arm(a)}" for a in block.arms]
+    lines += [f"    barrier {b.at} {_name(b.op)}" for b in block.barriers]
+    lines += [f"    adds   {_linears(block.added)}"] if block.added else []
     if block.readers != _implied_readers(block.sites):
         lines.append(f"    reads  {_linears(block.readers) or '-'}")
     if block.writers:
@@ -254,6 +255,7 @@ def _read_block(lines: deque[_Line]) -> Block:
     sites: list[Site] = []
     scales: list[Scale] = []
     arms: list[Arm] = []
+    barriers: list[Barrier] = []
     linears: dict[str, tuple[Linear, ...]] = {}
     while lines and lines[0].keyword in _BLOCK_LINES:
         line = lines.popleft()
@@ -263,13 +265,15 @@ def _read_block(lines: deque[_Line]) -> Block:
             scales.append(line.read(_read_scale))
         elif line.keyword == "arm":
             arms.append(line.read(_read_arm))
+        elif line.keyword == "barrier":
+            barriers.append(line.read(_read_barrier))
         elif line.keyword in linears:
             raise line.error(f"block {block.name} has a second {line.keyword!r} line")
         else:
             linears[line.keyword] = line.read(_read_linears)
-    readers = linears.get("reads", _implied_readers(sites))
-    writers = linears.get("writes", ())
+    readers, writers = linears.get("reads", _implied_readers(sites)), linears.get("writes", ())
     block = replace(block, sites=tuple(sites), scales=tuple(scales), arms=tuple(arms), readers=readers, writers=writers)
+    block = replace(block, added=linears.get("adds", ()), barriers=tuple(barriers))
     if block.placement != placement:
         raise head.error(f"block {block.name} says {placement}, its norms say {block.placement}")
     return block
@@ -321,6 +325,11 @@ def _read_scale(rest: str) -> Scale:
     return Scale(at, by, vector is not None, sign == "/", sigil == "%")
 
 
+def _read_barrier(rest: str) -> Barrier:
+    at, _, op = rest.partition(" ")
+    return Barrier(Side(at), _read_name(op.strip()))
+
+
 def _read_linears(rest: str) -> tuple[Linear, ...]:
     return () if rest == "-" else tuple(_read_linear(w) for w in _WORD.findall(rest))
 
@@ -367,7 +376,6 @@ def _read_block_head(rest: str) -> tuple[Block, str]:
         _read_name(found["kind"]),
         parallel_group=None if found["group"] is None else int(found["group"]),
         scale=float(found["scale"] or 1.0),
-        opaque=_read_name(found["opaque"] or '""'),
     )
     return block, found["placement"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from .fitting import Fit, careful_eps, fit, metric, mix, size, spread, unit, usual
 from .pipeline import Context, Samples
 from .plan import Affine, Edit, FoldReader, Gain, Operation, Refusal, ScaleWriter, SetNorm, Value, Vectors
-from .stream import Block, Kind, Linear, Norm, Site, Stream, Where
+from .stream import Block, Kind, Linear, Norm, Side, Site, Stream, Where
 
 WRITABLE = {Kind.LAYER, Kind.RMS}
 """The kinds of norm that can be put in or taken out."""
@@ -92,7 +92,8 @@ class Walk:
     def sum(self, group: list[Block], samples: Any, last: bool) -> list[Edit]:
         """Return the edits of the branches of one sum, and take the trunk through it."""
         done: dict[str, tuple[list[Operation], list[Fit]]] = {}
-        skip = group[0].scale * self.trunk
+        factor, more = _kept(group, samples)
+        skip = factor * self.trunk + more
         total = sum(samples[b.name].total for b in group[:1]) * self.ratio[:, None]
         weight = 1 / np.maximum((total**2).mean(-1), 1e-300)
         for block in group:
@@ -108,7 +109,7 @@ class Walk:
                 )
                 operations.append(Affine(Where.POST, self.vector(after.scale), self.vector(after.shift)))
                 fits.append(after)
-                skip = group[0].scale * after.value
+                skip = factor * after.value
             skip = skip + self.write(block, samples[block.name], weight, operations, fits)
             done[block.name] = operations, fits
         self.trunk = skip
@@ -252,6 +253,16 @@ class Walk:
         self.trunk = after.state * 1.0
 
 
+def _kept(group: list[Block], samples: Any) -> tuple[Any, Any]:
+    """Return what a sum makes of its state, besides branches: the skip's factor, and what else the sum adds."""
+    first, seen = group[0], samples[group[0].name]
+    if not (first.scaled("skip") or first.added or first.barrier(Side.ADDED)):
+        return first.scale, 0.0
+    rest = seen.total - sum(samples[b.name].branch for b in group)
+    by = fit(seen.state, rest, np.ones(len(rest))).scale if first.scaled("skip") else first.scale
+    return by, rest - by * seen.state
+
+
 def reading(block: Block, site: Site | None, scale: Value | None, shift: Value | None) -> list[Operation]:
     """Return what lets a branch see scale * u + shift: folded into its readers where that is whole, else on its way."""
     if _whole(block, site, shift is not None):
@@ -262,7 +273,7 @@ def reading(block: Block, site: Site | None, scale: Value | None, shift: Value |
 def writing(block: Block, scale: Value | None, shift: Value | None) -> list[Operation]:
     """Return what lets a branch end in scale * f + shift: in its writers where that is whole, else at its end."""
     alone = len(block.writers) == 1 or shift is None
-    if "written by" not in block.opaque and block.writers and alone and scale and _free(block.writers, bool(shift)):
+    if not block.barrier(Side.WRITTEN) and block.writers and alone and scale and _free(block.writers, bool(shift)):
         return [ScaleWriter(w, scale, shift) for w in block.writers]
     return [Affine(Where.OUT, scale, shift)]
 
@@ -270,7 +281,7 @@ def writing(block: Block, scale: Value | None, shift: Value | None) -> list[Oper
 def _whole(block: Block, site: Site | None, shift: bool) -> bool:
     """Say whether all that reads the branch's entrance are linear maps of its own that take a scale (and shift)."""
     readers = site.readers if site else block.readers
-    return not (site.taps if site else "read by" in block.opaque) and _free(readers, shift)
+    return not (site.taps if site else block.barrier(Side.READ)) and _free(readers, shift)
 
 
 def _free(linears: tuple[Linear, ...], shift: bool) -> bool:

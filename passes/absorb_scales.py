@@ -23,7 +23,7 @@ from lnrewrite.plan import (
     Value,
     Vectors,
 )
-from lnrewrite.stream import Block, Kind, Linear, Scale, Site, Stream, Where, site_name, sums
+from lnrewrite.stream import Block, Kind, Linear, Scale, Side, Site, Stream, Where, site_name, sums
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context
@@ -101,7 +101,7 @@ class _Absorber:
 
     def edits(self) -> list[Edit]:
         """Return the edits; with the trunk's factors where all of them can go, else with each block's own."""
-        scaled = [b for b in self.stream.blocks if b.scale != 1 or b.scaled("trunk")]
+        scaled = [b for b in self.stream.blocks if b.scale != 1 or b.scaled("skip", "trunk")]
         if scaled and self.stream.width:
             try:
                 self.walk(trunk=True)
@@ -120,7 +120,7 @@ class _Absorber:
         if trunk and (seen := (*self.stream.taps, *self.stream.exits)):
             raise Closed("LN126", f"{seen[0]} sees the size of the stream", "leave the factors of the trunk")
         for group in sums(self.stream):
-            after = self.size * (_positive(group[0].scale, group[0]) if trunk else 1.0)
+            after = self.size * (self.kept(group[0]) if trunk else 1.0)
             for block in group:
                 self.found.setdefault(block.name, [])
                 try:
@@ -135,13 +135,18 @@ class _Absorber:
         if self.size != 1:
             self.finish()
 
+    def kept(self, block: Block) -> float:
+        """Return the factor on a sum's skip."""
+        by = self.product(block.scaled("skip"))
+        return _positive(block.scale * by, block)
+
     def entered(self, block: Block) -> list[Operation]:
         """Let a branch read what it read: the size goes into eps, factors behind the norm into its gain."""
         norms = [s for s in block.sites if s.where is Where.IN]
         scales = block.scaled("read")
         operations: list[Operation] = [DropScale(s) for s in scales]
         by = self.product(scales)
-        bare = "raw" in block.opaque or (not norms and "read" in block.opaque)
+        bare = block.barrier(Side.RAW) or (not norms and block.barrier(Side.READ))
         if self.size != 1 and bare:
             raise Closed("LN126", f"{block.name} reads the bare stream", "leave the factors of the trunk")
         behind = norms[0] if scales and (norms[0].norm.gamma or norms[0].norm.beta) else None
@@ -152,39 +157,40 @@ class _Absorber:
             raise Closed("LN101", why, "leave the factor")
         if behind is None and (scales or (not norms and self.size != 1)):
             value = self.value(by * (1.0 if norms else self.size))
-            operations += [FoldReader(r, value) for r in self.free(block.readers, block, "read")]
+            operations += [FoldReader(r, value) for r in self.free(block.readers, block, Side.READ)]
         return operations
 
     def left(self, block: Block, size: float) -> list[Operation]:
         """Let a branch write 1 / size times what it wrote, without factors of its own."""
         inner, outer = block.scaled("written"), block.scaled("branch")
         operations: list[Operation] = [DropScale(s) for s in (*inner, *outer)]
+        if size != 1 and (block.added or block.barrier(Side.ADDED)):
+            operations += [ScaleWriter(w, Number(1 / size)) for w in self.free(block.added, block, Side.ADDED)]
         before, after = self.product(inner), self.product(outer) / size
         if site := block.at(Where.OUT):
             if np.ndim(before) or before == 0:
                 raise Closed("LN125", f"one factor per channel stands before {site_name(block, site)}", "leave it")
-            if "ends in" in block.opaque and (size != 1 or outer):
+            if block.barrier(Side.ENDS) and (size != 1 or outer):
                 raise Closed("LN104", f"{block.name} does not end in its out norm", "leave its factors")
             return operations + self.renormed(block, site, before, after)
         by = before * after
         if inner or size != 1:
-            operations += [ScaleWriter(w, self.value(by)) for w in self.free(block.writers, block, "written")]
+            operations += [ScaleWriter(w, self.value(by)) for w in self.free(block.writers, block, Side.WRITTEN)]
         return operations
 
     def summed(self, group: list[Block], size: float) -> None:
         """Take the trunk's own factors along, through the norm after the sum where there is one."""
         first, last = group[0], group[-1]
-        if first.scale != 1:
+        if first.scale != 1 or first.scaled("skip"):
             self.found[first.name].append(DropScale(None))
         for block in group:
             for site in (s for s in block.sites if s.where is Where.POST):
                 self.found[block.name] += self.renormed(block, site, size, 1.0)
         self.size = 1.0 if first.at(Where.POST) else size
         for scale in last.scaled("trunk"):
-            by = self.product((scale,))
-            self.size *= _positive(by if not np.ndim(by) else float("nan"), last)
+            self.size *= _positive(self.product((scale,)), last)
             self.found[last.name].append(DropScale(scale))
-        if self.size != 1 and any("carried" in b.opaque for b in group):
+        if self.size != 1 and any(b.barrier(Side.CARRIED) for b in group):
             raise Closed("LN126", f"behind {last.name} the stream passes an activation", "leave the trunk's factors")
         if not RANGE[0] < self.size < RANGE[1]:
             raise Closed("LN126", f"behind {last.name} the stream would have {self.size:.1e} of its size", "leave it")
@@ -196,7 +202,7 @@ class _Absorber:
             raise Closed("LN126", "what reads the last state sees its size", "leave the factors of the trunk")
         if self.stream.final:
             self.found[target] = self.renormed(None, self.stream.final, self.size, 1.0)
-        heads = self.free(self.stream.readers, None, "read") if self.stream.readers else ()
+        heads = self.free(self.stream.readers, None, Side.READ) if self.stream.readers else ()
         self.found.setdefault(target, []).extend(FoldReader(r, Number(self.size)) for r in heads)
 
     def renormed(self, block: Block | None, site: Site, size: float, by: Any) -> list[Operation]:
@@ -218,11 +224,11 @@ class _Absorber:
         index = block.index(site) if block else 0
         return [SetNorm(site.where, replace(norm, eps=norm.eps / size**2), gamma, beta, index)]
 
-    def free(self, linears: tuple[Linear, ...], block: Block | None, word: str) -> tuple[Linear, ...]:
+    def free(self, linears: tuple[Linear, ...], block: Block | None, side: Side) -> tuple[Linear, ...]:
         """Return the linears. Raises Closed where they are not all that reads, or writes, or have other uses."""
         who = block.name if block else "the head"
-        if not linears or (block and f"{word} by" in block.opaque):
-            raise Closed("LN104", f"{who} is {word} by what is no plain linear map", "leave the factors beside it")
+        if not linears or (block and block.barrier(side)):
+            raise Closed("LN104", f"{who} is {side} by what is no plain linear map", "leave the factors beside it")
         if shared := [w.param for w in linears if w.shared]:
             raise Closed("LN102", f"{shared[0]} is used elsewhere too", "untie it first")
         return linears
@@ -243,7 +249,7 @@ class _Absorber:
         return self.vectors.add(np.asarray(by, dtype=np.float64)) if np.ndim(by) else Number(float(by))
 
 
-def _positive(scale: float, block: Block) -> float:
-    if not scale > 0:
+def _positive(scale: Any, block: Block) -> float:
+    if np.ndim(scale) or not scale > 0:
         raise Closed("LN126", f"behind {block.name} the stream has factors that are no positive number", "leave them")
-    return scale
+    return float(scale)

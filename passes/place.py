@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
-
 from lnrewrite.plan import Exactness, Proposal, Refusal
-from lnrewrite.stream import Block, Placement, Stream, Where
+from lnrewrite.stream import Block, Placement, Side, Stream, Where
 from lnrewrite.trunk import WRITABLE, Walk, switches, usual_norm
 
 if TYPE_CHECKING:
@@ -129,7 +127,7 @@ def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
         return Refusal(
             "LN111", block.name, f"a {lost[0].norm.kind} norm cannot be moved", "choose a placement that keeps it"
         )
-    if Where.IN in switched and (sum(s.where is Where.IN for s in block.sites) > 1 or "raw" in block.opaque):
+    if Where.IN in switched and (sum(s.where is Where.IN for s in block.sites) > 1 or block.barrier(Side.RAW)):
         return Refusal(
             "LN110", block.name, "its branch reads the stream in several ways", "keep its in norms: to=pre or to=peri"
         )
@@ -144,8 +142,10 @@ def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
             return Refusal(
                 "LN110", block.name, why, "choose post" if Where.POST in held else "choose pre, peri, output or none"
             )
-        if not np.isfinite(block.scale) or block.scale == 0:
-            return Refusal(
-                "LN114", block.name, "its skip is scaled by values, not by a constant", "choose pre, peri or output"
-            )
+        if block.scale == 0 or any(s.vector for b in group for s in b.scaled("skip")):
+            why = "its skip is scaled by zero, or by one number per channel"
+            return Refusal("LN114", block.name, why, "choose pre, peri or output")
+        if added := next((b for b in group if b.added or b.barrier(Side.ADDED)), None):
+            why = f"the sum of {added.name} adds more than branches, which a trunk norm would scale"
+            return Refusal("LN114", block.name, why, "choose pre, peri, output or none")
     return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lnrewrite.basis import Basis, Choice, Closed, proposal
 from lnrewrite.plan import Edit, Exactness, FoldReader, Operation, Proposal, Rotation, ScaleWriter
-from lnrewrite.stream import Block, Kind, Linear, Site, Stream, Where, site_name
+from lnrewrite.stream import Block, Kind, Linear, Side, Site, Stream, Where, site_name
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context
@@ -96,7 +96,7 @@ class _Rotated(Basis):
     def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:
         self.plain(block, site)
         who = site_name(block, site) if block else "the final norm"
-        if block and "read by" in block.opaque or site.taps or not site.readers:
+        if block and block.barrier(Side.READ) or site.taps or not site.readers:
             said = next(iter(site.taps), "something that is no linear map")
             raise Closed("LN101", f"{who} is read by {said}, which cannot take the rotation back", "leave it as it is")
         branches = {r for b in self.stream.blocks if site in b.sites for r in b.readers}

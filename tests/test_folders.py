@@ -92,10 +92,10 @@ RMS = "fold-affine,layernorm-to-rmsnorm"
 CASES = (("llama", "place{to=peri}"), ("gpt2", RMS), ("gpt2", "place{to=post}"), ("t5", "place{to=peri}"))
 
 
-@pytest.mark.parametrize("number", rows([2, 4], sample=[2]))
-def test_round_trips_without_lnrewrite(number: int, room: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", rows([0, 2], sample=[0]))
+def test_round_trips_without_lnrewrite(first: int, room: Path, tmp_path: Path) -> None:
     """Peri and post of three families, and a LayerNorm model turned RMSNorm on disk: same logits in a fresh process."""
-    cases = CASES[:number]
+    cases = CASES[first : first + 2]
     wanted: dict[str, Tensor] = {}
     for name, text in cases:
         living = opened(room / name)
@@ -115,6 +115,8 @@ def test_round_trips_without_lnrewrite(number: int, room: Path, tmp_path: Path) 
         assert (again / FILE).is_file() and weights(again).keys() == weights(Path(folder)).keys()
 
     peri = room / "llama-place-peri"
+    if first:
+        return
     assert lnr.load(str(peri)).inspect()["placement"] == "peri"  # our own code, unchanged, needs no trust
     before, after = weights(room / "llama"), weights(peri)
     assert before.keys() < after.keys() and all("norm_out" in key for key in after.keys() - before.keys())

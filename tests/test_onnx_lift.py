@@ -63,7 +63,7 @@ def test_gemm_reads_along_the_axis_that_it_contracts(turned: int, axis: int) -> 
 def test_a_sum_of_sizes_is_no_reader() -> None:
     body = f"u = LayerNormalization <axis = -1> (x, n_g, n_b) {MLP} y = Add (x, f) z = Shape (x) w = Size (u)"
     (block,) = seen(body, **SIZES).blocks
-    assert not block.opaque and not block.sites[0].taps
+    assert not block.barriers and not block.sites[0].taps
 
 
 def test_old_opsets_have_their_axes_in_attributes() -> None:

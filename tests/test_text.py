@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from lnrewrite.plan import Refusal
-from lnrewrite.stream import Block, Kind, Linear, Network, Norm, Scale, Site, Stream, Where
+from lnrewrite.stream import Barrier, Block, Kind, Linear, Network, Norm, Scale, Side, Site, Stream, Where
 from lnrewrite.text import digest, parse, render, render_stream
 from zoo.streams import networks, streams
 
@@ -22,7 +22,9 @@ stream model width=64 opaque="gelu"
     scale  read *0.5
     scale  branch /@ls vector
     writes @o.weight:1+@o.bias
-  block h.0.mlp mlp none group=1 opaque="a dropout that \\"stays\\""
+  block h.0.mlp mlp none group=1
+    barrier written a.b
+    adds   @pos:1(table)
     reads  @onnx::MatMul_7:0(uses=2)
     writes @down.weight:1
   block h.1 other pre
@@ -56,7 +58,8 @@ def picture() -> Network:
         scales=(Scale("read", 0.5), Scale("branch", "ls", vector=True, inverse=True)),
     )
     reader, writer = Linear("onnx::MatMul_7", 0, uses=2), Linear("down.weight", 1)
-    mlp = Block("h.0.mlp", "mlp", (), (reader,), (writer,), 1, opaque='a dropout that "stays"')
+    added = Linear("pos", 1, table=True)
+    mlp = Block("h.0.mlp", "mlp", (), (reader,), (writer,), 1, added=(added,), barriers=(Barrier(Side.WRITTEN, "a.b"),))
     computed = Norm(Kind.STD, 0.0, "sigmoid", computed=True)
     other = Block("h.1", sites=(Site(Where.IN, computed, (Linear("u.weight", 0),)),))
     stream = Stream(

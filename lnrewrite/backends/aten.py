@@ -1,203 +1,252 @@
-"""The neutral names of ATen operators, and how their arguments become operands and attributes."""
+"""The neutral names of ATen operators, and how their arguments become operands and attributes.
+
+A rule is a function of the arguments that it accounts for, by the names of the operator's schema. A call that gives
+any other argument something else than its default means something else: it keeps the operator's own name, marked, and
+nothing is known of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Any
 
 Normalised = tuple[str, tuple[Any, ...], dict[str, Any]]
-Rule = Callable[[list[Any], dict[str, Any]], Normalised]
+Rule = Callable[..., Normalised]
 
-ALIAS = {
-    "alias", "clone", "contiguous", "detach", "lift_fresh", "lift_fresh_copy", "lift", "detach_copy", "alias_copy",
-    "view_as_real_copy", "expand_as_self",
-}  # fmt: skip
 RESHAPE = {
     "view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy", "reshape_as",
     "view_as",
 }  # fmt: skip
-SAME = {
-    "add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "abs", "exp", "clamp", "clamp_min",
-    "maximum", "square", "sigmoid", "tanh", "rsub",
+ALIAS = {
+    "alias", "clone", "contiguous", "detach", "lift_fresh", "lift_fresh_copy", "lift", "detach_copy", "alias_copy",
+    "dropout",  # the picture is the same in train and in eval mode
 }  # fmt: skip
+CONSTANT = {"zeros_like", "ones_like", "full_like", "new_ones", "new_zeros", "new_full", "empty_like"}
+NUMERIC = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format", "copy", "implicit"}
+"""Arguments that say how a result is stored, not what it is."""
+
+
+def _same(kind: str, *names: str) -> Rule:
+    """Return the rule of an operator that is a function of these arguments alone."""
+
+    def rule(**given: Any) -> Normalised:
+        return kind, tuple(given[n] for n in names if n in given), {}
+
+    return _reading(rule, *names)
+
+
+def _reading(rule: Rule, *names: str) -> Rule:
+    rule.reads = frozenset(names)  # type: ignore[attr-defined]
+    return rule
+
+
+def _first(kind: str) -> Rule:
+    """Return the rule of an operator whose other arguments say how its first one is laid out or stored."""
+
+    def rule(self: Any = None, input: Any = None, **how: Any) -> Normalised:
+        return kind, (input if self is None else self,), {}
+
+    return rule
+
+
+def _constant(**how: Any) -> Normalised:
+    return "const", (), {}
 
 
 def _reduce(kind: str) -> Rule:
-    def rule(args: list[Any], kw: dict[str, Any]) -> Normalised:
-        dims = args[1] if len(args) > 1 else kw.get("dim")
-        keep = args[2] if len(args) > 2 else kw.get("keepdim", False)
-        return kind, (args[0],), {"axes": _dims(dims), "keepdim": bool(keep)}
+    def rule(self: Any, dim: Any = None, keepdim: bool = False) -> Normalised:
+        return kind, (self,), {"axes": _dims(dim), "keepdim": keepdim}
 
     return rule
 
 
 def _spread(kind: str) -> Rule:
-    def rule(args: list[Any], kw: dict[str, Any]) -> Normalised:
-        dims = args[1] if len(args) > 1 else kw.get("dim")
-        correction = kw.get("correction", 1)
-        if len(args) > 2 and isinstance(args[2], bool):
-            correction = int(args[2])
-        keep = kw.get("keepdim", args[3] if len(args) > 3 else False)
-        correction = 1 if correction is None else correction
-        return kind, (args[0],), {"axes": _dims(dims), "keepdim": bool(keep), "correction": correction}
+    def rule(
+        self: Any, dim: Any = None, unbiased: bool = True, correction: Any = None, keepdim: bool = False
+    ) -> Normalised:
+        correction = int(unbiased) if correction is None else correction
+        return kind, (self,), {"axes": _dims(dim), "keepdim": keepdim, "correction": correction}
 
     return rule
 
 
 def _dims(dims: Any) -> tuple[int, ...] | None:
-    if dims is None:
-        return None
-    return (dims,) if isinstance(dims, int) else tuple(dims)
+    if isinstance(dims, int):
+        return (dims,)
+    return tuple(dims) if dims else None
 
 
-def _vector_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    order = args[1] if len(args) > 1 else kw.get("ord", 2)
-    dims = args[2] if len(args) > 2 else kw.get("dim")
-    keep = args[3] if len(args) > 3 else kw.get("keepdim", False)
-    return "vector_norm", (args[0],), {"ord": order, "axes": _dims(dims), "keepdim": bool(keep)}
+def _vector_norm(self: Any, ord: Any = 2, p: Any = None, dim: Any = None, keepdim: bool = False) -> Normalised:
+    return "vector_norm", (self,), {"ord": ord if p is None else p, "axes": _dims(dim), "keepdim": keepdim}
 
 
-def _layer_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    x, shape, w, b, eps = (args + [None] * 5)[:5]
-    return "layer_norm", (x, w, b), {"axes": len(shape), "eps": 1e-5 if eps is None else eps}
+def _layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, **how: Any) -> Normalised:
+    return "layer_norm", (input, weight, bias), {"axes": len(normalized_shape), "eps": eps}
 
 
-def _rms_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    x, shape, w, eps = (args + [None] * 4)[:4]
-    default = 2**-52 if str(x.meta["val"].dtype) == "torch.float64" else 2**-23  # half precision has float32's too
-    return "rms_norm", (x, w, None), {"axes": len(shape), "eps": default if eps is None else eps}
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: float | None) -> Normalised:
+    default = 2**-52 if str(input.meta["val"].dtype) == "torch.float64" else 2**-23  # half precision has float32's too
+    return "rms_norm", (input, weight, None), {"axes": len(normalized_shape), "eps": default if eps is None else eps}
 
 
-def _batch_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "batch_norm", tuple(args[:5]), {"eps": args[7]}
+def _batch_norm(input: Any, weight: Any, bias: Any, eps: float, training: bool = False, **how: Any) -> Normalised:
+    stored = how["running_mean"], how["running_var"]
+    return ("batch_norm!" if training else "batch_norm"), (input, weight, bias, *stored), {"eps": eps}
 
 
-def _native_batch_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "batch_norm", tuple(args[:5]), {"eps": args[-1]}
+def _group_norm(input: Any, num_groups: int, weight: Any, bias: Any, eps: float, **how: Any) -> Normalised:
+    return "group_norm", (input, weight, bias), {"groups": num_groups, "eps": eps}
 
 
-def _group_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    x, groups, w, b, eps = (args + [None] * 5)[:5]
-    return "group_norm", (x, w, b), {"groups": groups, "eps": 1e-5 if eps is None else eps}
-
-
-def _instance_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
+def _instance_norm(input: Any, weight: Any, bias: Any, eps: float, use_input_stats: bool, **how: Any) -> Normalised:
     """Describe one by statistics of the input; by stored ones it is a batch norm."""
-    stored = not args[5]
-    return ("batch_norm" if stored else "instance_norm"), tuple(args[: 5 if stored else 3]), {"eps": args[7]}
+    if use_input_stats:
+        return "instance_norm", (input, weight, bias), {"eps": eps}
+    return _batch_norm(input, weight, bias, eps, **how)
 
 
-def _convolution(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    x, w, b = (args + [None] * 3)[:3]
-    padding, groups = (args[4] if len(args) > 4 else 0), (args[6] if len(args) > 6 else 1)
-    padded = padding != "valid" and (isinstance(padding, str) or any(p for p in _dims(padding) or ()))
-    return "conv", (x, w, b), {"padded": bool(padded), "groups": groups}
-
-
-def _convolution_general(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    x, w, b, _, padding, _, transposed, _, groups = args[:9]
+def _convolution(
+    input: Any, weight: Any, bias: Any, padding: Any, groups: int, transposed: bool = False, **how: Any
+) -> Normalised:
+    padded = padding != "valid" and (isinstance(padding, str) or any(_dims(padding) or ()))
     kind = "conv_transpose" if transposed else "conv"
-    return kind, (x, w, b), {"padded": any(padding), "groups": groups}
+    return kind, (input, weight, bias), {"padded": padded, "groups": groups}
 
 
-def _permute(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "permute", (args[0],), {"order": tuple(args[1])}
+def _permute(self: Any, dims: Any) -> Normalised:
+    return "permute", (self,), {"order": tuple(dims)}
 
 
-def _transpose(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "permute", (args[0],), {"swap": (args[1], args[2])}
+def _transpose(self: Any, dim0: int = -2, dim1: int = -1) -> Normalised:
+    return "permute", (self,), {"swap": (dim0, dim1)}
 
 
-def _t(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "permute", (args[0],), {"swap": (-2, -1)}
+def _turned_vector(self: Any) -> Normalised:
+    """Describe x.t(): of a vector it is the vector."""
+    return _transpose(self) if _rank(self) == 2 else ("alias", (self,), {})
 
 
-def _first(kind: str, **attrs: Any) -> Rule:
-    def rule(args: list[Any], kw: dict[str, Any]) -> Normalised:
-        return kind, (args[0],), dict(attrs)
-
-    return rule
+def _addmm(self: Any, mat1: Any, mat2: Any) -> Normalised:
+    return "matmul", (mat1, mat2, self), {}
 
 
-def _addmm(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "matmul", (args[1], args[2], args[0]), {}
+def _slice(self: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Normalised:
+    known = all(v is None or isinstance(v, int) for v in (start, end, step))
+    return "slice", (self,), {"axis": dim, **({"cut": (start, end, step)} if known else {})}
 
 
-def _slice(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "slice", (args[0],), {"axis": args[1] if len(args) > 1 else 0}
+def _narrow(self: Any, dim: int, start: Any, length: Any) -> Normalised:
+    known = isinstance(start, int) and isinstance(length, int)
+    return _slice(self, dim, start, start + length) if known else ("slice", (self,), {"axis": dim})
 
 
-def _select(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "slice", (args[0],), {"axis": args[1], "drop": True, "at": args[2]}
+def _select(self: Any, dim: int, index: Any) -> Normalised:
+    return "slice", (self,), {"axis": dim, "drop": True, "at": index}
 
 
-def _index(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    indices = args[1]
-    axes = tuple(i for i, index in enumerate(indices) if index is not None)
-    return "gather", (args[0],), {"axes": axes}
+def _index(self: Any, indices: Any) -> Normalised:
+    """Describe x[i, :, mask]: a mask stands for as many axes as it has."""
+    axes, at = list[int](), 0
+    for index in indices:
+        taken = 1 if index is None or "bool" not in str(index.meta["val"].dtype) else _rank(index)
+        axes += [] if index is None else range(at, at + taken)
+        at += taken
+    return _picked(self, tuple(axes), *indices)
 
 
-def _index_select(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    return "gather", (args[0],), {"axes": (args[1],)}
+def _index_select(self: Any, dim: int, index: Any) -> Normalised:
+    return _picked(self, (dim % max(1, _rank(self)),), index)
 
 
-def _gather(args: list[Any], kw: dict[str, Any]) -> Normalised:
+def _picked(self: Any, axes: tuple[int, ...], *indices: Any) -> Normalised:
+    """Describe picking by indices, which are no operands; rows of a table that data name are an embedding."""
+    if axes == (0,) and _rank(self) == 2 and self.op == "get_attr":
+        return "embedding", (self, indices[0]), {}
+    return "gather", (self,), {"axes": axes}
+
+
+def _gather(self: Any, dim: int, index: Any) -> Normalised:
     """Name torch.gather, which picks each element by its own index, apart from picking whole slices."""
-    return "gather_elements", (args[0], args[2]), {}
+    return "gather_elements", (self, index), {}
 
 
-def _repeat_interleave(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    axis = args[2] if len(args) > 2 else kw.get("dim")
-    return ("repeat_interleave", (args[0],), {}) if axis is None else ("gather", (args[0],), {"axes": (axis,)})
+def _repeat_interleave(repeats: Any, self: Any = None, dim: Any = None, **how: Any) -> Normalised:
+    if self is None or dim is None:
+        return "repeat_interleave", (self, repeats), {}
+    return "gather", (self,), {"axes": (dim % max(1, _rank(self)),)}
 
 
-def _clamp(args: list[Any], kw: dict[str, Any]) -> Normalised:
-    low = args[1] if len(args) > 1 else kw.get("min")
-    high = args[2] if len(args) > 2 else kw.get("max")
-    return ("clamp_min", (args[0], low), {}) if high is None else ("clamp", (args[0], low, high), {})
+def _clamp(self: Any, min: Any = None, max: Any = None) -> Normalised:
+    return ("clamp_min", (self, min), {}) if max is None else ("clamp", (self, min, max), {})
 
 
-def _scaled(kind: str) -> Rule:
-    def rule(args: list[Any], kw: dict[str, Any]) -> Normalised:
-        alpha = kw.get("alpha", args[2] if len(args) > 2 else 1)
-        return (kind if alpha == 1 else f"{kind}_alpha"), tuple(args[:2]), {}
+def _turned(kind: str) -> Rule:
+    """Return the rule of an operator that moves elements along some axes; along all of them, flattened, if none."""
+
+    def rule(self: Any, dims: Any = (), shifts: Any = None) -> Normalised:
+        rank = _rank(self)
+        return (kind, (self,), {"axes": tuple(d % rank for d in dims)}) if dims else (f"{kind}_flat", (self,), {})
 
     return rule
 
 
+def _pad(self: Any, pad: Any, value: Any = 0, mode: str = "constant") -> Normalised:
+    rank = _rank(self)
+    axes = tuple(rank - 1 - i // 2 for i, n in enumerate(pad) if not isinstance(n, int) or n)
+    return ("pad_value" if mode == "constant" and value else "pad"), (self,), {"axes": tuple(dict.fromkeys(axes))}
+
+
+def _rank(node: Any) -> int:
+    return int(node.meta["val"].dim())
+
+
+BINARY = ("add", "sub", "mul", "div", "maximum", "rsub")
+UNARY = ("neg", "sqrt", "rsqrt", "reciprocal", "abs", "exp", "square", "sigmoid", "tanh")
 RULES: dict[str, Rule] = {
+    **{name: _same(name, "self", "other") for name in BINARY},
+    **{name: _same(name, "self") for name in UNARY},
+    **dict.fromkeys(RESHAPE, _first("reshape")), **dict.fromkeys(ALIAS, _first("alias")),
+    **dict.fromkeys(CONSTANT, _constant), **dict.fromkeys(("_to_copy", "to", "type_as"), _first("cast")),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+    "pow": _same("pow", "self", "exponent"), "clamp_min": _same("clamp_min", "self", "min"), "clamp": _clamp,
     "mean": _reduce("mean"), "sum": _reduce("sum"), "var": _spread("var"), "std": _spread("std"),
     "linalg_vector_norm": _vector_norm, "norm": _vector_norm, "layer_norm": _layer_norm,
     "native_layer_norm": _layer_norm, "rms_norm": _rms_norm, "batch_norm": _batch_norm, "group_norm": _group_norm,
-    "instance_norm": _instance_norm, "_native_batch_norm_legit_no_training": _native_batch_norm,
-    "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution_general,
-    "permute": _permute, "transpose": _transpose, "t": _t, "expand": _first("expand"), "expand_as": _first("expand"),
-    "_to_copy": _first("cast"), "to": _first("cast"), "type_as": _first("cast"), "addmm": _addmm,
-    "slice": _slice, "narrow": _slice, "select": _select, "index": _index, "index_select": _index_select,
-    "repeat_interleave": _repeat_interleave, "gather": _gather,
-    "clamp": _clamp, "add": _scaled("add"), "sub": _scaled("sub"), "roll": _first("roll"), "flip": _first("flip"),
-    "constant_pad_nd": _first("pad"), "pad": _first("pad"), "native_dropout": _first("dropout"),
-    "zeros_like": lambda a, k: ("const", (), {}), "ones_like": lambda a, k: ("const", (), {}),
-    "full_like": lambda a, k: ("const", (), {}), "new_ones": lambda a, k: ("const", (), {}),
-    "new_zeros": lambda a, k: ("const", (), {}), "new_full": lambda a, k: ("const", (), {}),
-    "empty_like": lambda a, k: ("const", (), {}),
+    "instance_norm": _instance_norm, "_native_batch_norm_legit_no_training": _batch_norm,
+    "permute": _permute, "transpose": _transpose, "t": _turned_vector, "expand": _first("expand"),
+    "expand_as": _first("expand"), "addmm": _addmm, "slice": _slice, "narrow": _narrow, "select": _select,
+    "index": _index, "index_select": _index_select, "repeat_interleave": _repeat_interleave, "gather": _gather,
+    "roll": _turned("roll"), "flip": _turned("flip"), "constant_pad_nd": _pad, "pad": _pad,
+    "native_dropout": _first("dropout"),
 }  # fmt: skip
 
 
-def normalise(name: str, args: list[Any], kwargs: dict[str, Any]) -> Normalised:
-    """Return (neutral kind, operands, attributes) of a call of the ATen operator `name` (without overload).
+@cache
+def _reads(rule: Rule) -> tuple[frozenset[str], bool]:
+    """Return the arguments that a rule accounts for, and whether the others make no difference."""
+    names = signature(rule).parameters
+    return getattr(rule, "reads", frozenset(names)), "how" in names
 
-    Operands are nodes or numbers; shape-only arguments are left out. An operator without a rule keeps its own name
-    and every argument that is a node.
+
+def normalise(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Normalised:
+    """Return (neutral kind, operands, attributes) of a call.
+
+    Operands are nodes or numbers; shape-only arguments are left out. A call that no rule accounts for keeps the
+    operator's name and every argument.
     """
+    name = str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
-    if name in ALIAS:
-        return "alias", (args[0],), {}
-    if name == "dropout":  # the picture is the same in train and in eval mode
-        return "alias", (args[0],), {}
-    if name in RESHAPE:
-        return "reshape", (args[0],), {}
-    if name in RULES:
-        return RULES[name](args, kwargs)
-    return name, tuple(args), ({} if name in SAME else dict(kwargs))
+    own: Normalised = (name, (*args, *kwargs.values()), {})
+    schema = getattr(target, "_schema", None)
+    rule = RULES.get(name) if schema is not None and str(schema.name).startswith("aten::") else None
+    if rule is None or schema is None:
+        return own
+    defaults = {a.name: a.default_value for a in schema.arguments}
+    given = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+    reads, free = _reads(rule)
+    if not free and any(given[k] != defaults[k] for k in given.keys() - reads - NUMERIC):
+        return (f"{name}!", *own[1:])
+    return rule(**(given if free else {k: v for k, v in given.items() if k in reads}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ from torch import fx
 from ..opgraph import Op, Operand, OpGraph, unchanged
 from .aten import normalise
 
+aten = torch.ops.aten
+VARIANCES: dict[Any, Any] = {
+    aten.var_mean.default: aten.var.default, aten.var_mean.dim: aten.var.dim,
+    aten.var_mean.correction: aten.var.correction,
+}  # fmt: skip
 NORMS = {"layer_norm", "batch_norm", "group_norm"}
 
 
@@ -60,14 +66,15 @@ def parameter_names(module: torch.nn.Module) -> dict[str, str]:
 
 def _call(node: fx.Node, operand: Any) -> Op:
     value = node.meta["val"]
-    target = node.target
-    name = str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
-    kind, inputs, attrs = _item(node) if name == "getitem" else normalise(name, list(node.args), dict(node.kwargs))
+    item = node.target is operator.getitem
+    kind, inputs, attrs = _item(node) if item else normalise(node.target, node.args, dict(node.kwargs))
     flat: list[Operand] = []
     for item in inputs:
         flat += [operand(i) for i in item] if isinstance(item, (list, tuple)) else [operand(item)]
     if kind in NORMS and isinstance(value, (tuple, list)):
         value = value[0]
+    if kind == "cast" and not value.is_floating_point() and inputs[0].meta["val"].is_floating_point():
+        kind = "truncate"
     if isinstance(value, torch.Tensor):
         return Op(node.name, kind, tuple(flat), attrs, _shape(value), _dtype(value))
     return Op(node.name, kind, tuple(flat), attrs)
@@ -77,7 +84,7 @@ def _item(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """Describe one of an operator's several results; each of var_mean's two is a statistic of its own."""
     source, item = node.args
     if isinstance(source, fx.Node) and getattr(source.target, "_opname", "") == "var_mean":
-        _, inputs, attrs = normalise("var", list(source.args), dict(source.kwargs))
+        _, inputs, attrs = normalise(VARIANCES[source.target], source.args, dict(source.kwargs))
         return "mean" if item else "var", inputs, attrs
     return "getitem", (source,), {"item": item}
 

@@ -25,7 +25,7 @@ SAME = {
     "Reciprocal": "reciprocal", "Abs": "abs", "Exp": "exp", "Sigmoid": "sigmoid", "Tanh": "tanh", "Concat": "cat",
     "Attention": "scaled_dot_product_attention", "MatMul": "matmul", "OneHot": "one_hot", "LeakyRelu": "leaky_relu",
 }  # fmt: skip
-FIRST = {"Cast": "cast", "CastLike": "cast", "Expand": "expand", "Pad": "pad", "Relu": "relu", "Elu": "elu"}
+FIRST = {"Cast": "cast", "CastLike": "cast", "Expand": "expand", "Relu": "relu", "Elu": "elu"}
 CONTRIB_SAME = {
     "MultiHeadAttention": "scaled_dot_product_attention", "GroupQueryAttention": "scaled_dot_product_attention",
     "DecoderMaskedMultiHeadAttention": "scaled_dot_product_attention", "FastGelu": "gelu", "BiasGelu": "gelu",
@@ -82,6 +82,8 @@ class Call:
 
 def _reduce(kind: str, **more: Any) -> Callable[[Call], Normalised]:
     def rule(call: Call) -> Normalised:
+        if call.axes() is None and (call.at(1) is not None or call.attr("noop_with_empty_axes", 0)):
+            return f"{kind}!", call.inputs, {}
         return kind, call.inputs[:1], {"axes": call.axes(), "keepdim": bool(call.attr("keepdims", 1)), **more}
 
     return rule
@@ -105,6 +107,8 @@ def _gain(call: Call) -> ir.Value | None:
 def _statistics(kind: str) -> Callable[[Call], Normalised]:
     def rule(call: Call) -> Normalised:
         stored = (call.at(3), call.at(4)) if kind == "batch_norm" else ()
+        if call.attr("training_mode", 0):
+            return f"{kind}!", call.inputs, {}
         return kind, (call.at(0), call.at(1), call.at(2), *stored), {"eps": call.attr("epsilon", 1e-5)}
 
     return rule
@@ -145,7 +149,7 @@ def _gather(call: Call) -> Normalised:
         return "embedding", (data, index), {}
     if index is not None and index.shape is not None and not len(index.shape):
         return "slice", (data,), {"axis": axis, "drop": True}
-    return "gather", (data,), {"axes": (axis,)}
+    return "gather", (data,), {"axes": (axis % max(1, call.rank()),)}
 
 
 def _gather_nd(call: Call) -> Normalised:
@@ -153,6 +157,18 @@ def _gather_nd(call: Call) -> Normalised:
     depth = index.shape[-1] if index is not None and index.shape else 1
     batch = call.attr("batch_dims", 0)
     return "gather", call.inputs[:1], {"axes": tuple(range(batch + (depth if isinstance(depth, int) else 1)))}
+
+
+def _pad(call: Call) -> Normalised:
+    """Describe padding; with anything but zeros it adds values, and where it pads must be known."""
+    pads, rank, mode = call.attr("pads") or call.ints(1), call.rank(), call.attr("mode", "constant")
+    given = call.at(2)
+    tensor = ir.convenience.get_const_tensor(given) if given is not None else None
+    zeros = given is None or (tensor is not None and not tensor.numpy().any())
+    if pads is None or not rank or call.at(3) is not None or call.attr("value", 0.0):
+        return "pad!", call.inputs, {}
+    axes = {i % rank for i, n in enumerate(pads) if n}
+    return ("pad" if zeros or mode != "constant" else "pad_value"), call.inputs[:1], {"axes": tuple(sorted(axes))}
 
 
 def _gemm(call: Call) -> Normalised:
@@ -177,7 +193,7 @@ RULES: dict[str, Callable[[Call], Normalised]] = {
     "BatchNormalization": _statistics("batch_norm"), "InstanceNormalization": _statistics("instance_norm"),
     "GroupNormalization": _statistics("group_norm"), "Clip": _clip, "Max": _max, "Sum": _sum,
     "Transpose": _transpose, "Slice": _slice, "Gather": _gather, "GatherND": _gather_nd, "Gemm": _gemm,
-    "Conv": _conv("conv"), "ConvTranspose": _conv("conv_transpose"),
+    "Pad": _pad, "Conv": _conv("conv"), "ConvTranspose": _conv("conv_transpose"),
 }  # fmt: skip
 
 

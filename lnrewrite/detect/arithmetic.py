@@ -71,6 +71,9 @@ def _batch_norm(op: Op, x: Any, gain: Any, bias: Any, mean: Any, variance: Any) 
 def _slice(op: Op, x: Any) -> Any:
     place: Any = op.attrs.get("at")
     axis: Any = op.attrs["axis"]
+    cut: Any = op.attrs.get("cut")
+    if cut is not None:
+        return np.moveaxis(np.moveaxis(x, axis, 0)[slice(*cut)], 0, axis)
     if not isinstance(place, int):
         raise Unknown("a slice of unknown place")
     return np.take(x, place, axis)

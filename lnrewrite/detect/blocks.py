@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from ..opgraph import CASTS, SHAPE, OpGraph
-from ..stream import Anchor, Arm, Block, Kind, Linear, Network, Scale, Site, Stream, Where
+from ..stream import Anchor, Arm, Barrier, Block, Kind, Linear, Network, Scale, Side, Site, Stream, Where
 from . import scales as scales_
 from .arms import find_arms
+from .beside import Added, added_to, counted, skip_of
 from .branches import branch_kind
 from .edges import Edge, computed, moved, readers, writers
 from .found import Found
@@ -54,7 +55,7 @@ class _Detector:
         self.norms = stacked(graph, found)
         self.inside = {m: f.output for f in self.norms.values() for m in f.members}
         self.ordered = sorted(((graph.index[o], f) for o, f in self.norms.items()), key=itemgetter(0))
-        self.joins, refused = find_joins(graph)
+        self.joins, refused = find_joins(graph, self.norms)
         self.closed = bool(refused)
         self.refusals = [*odd, *refused]
         self.used: set[str] = set()
@@ -115,12 +116,15 @@ class _Detector:
         post = self.post_norms(chain)
         blocks: list[Block] = []
         axes = self.axes(chain)
+        added = [added_to(self.graph, join, axis) for (join, _), axis in zip(chain, axes, strict=True)]
         for group, (join, _) in enumerate(chain):
             parallel = index * 10000 + group if len(join.branches) > 1 else None
             for branch, add in join.branches:
                 blocks.append(self.block(join, branch, add, axes[group], parallel, post[group]))
+            head = len(blocks) - len(join.branches)
+            blocks[head] = self.beside(blocks[head], added[group])
             if group + 1 < len(chain):
-                blocks[-1] = self.handed_on(blocks[-1], chain[group + 1][1])
+                blocks[-1] = self.handed_on(blocks[-1], *chain[group + 1], axes[group + 1])
         first, last = chain[0], chain[-1]
         embedding = self.norms.get(first[1].norm or "")
         final = None if post[-1] else self.norm_after(last[0].total)
@@ -147,11 +151,18 @@ class _Detector:
             last=last[0].total,
         )
 
-    def handed_on(self, block: Block, link: Link) -> Block:
+    def handed_on(self, block: Block, onward: Join, link: Link, axis: int) -> Block:
         """Add what the trunk passes on its way to the next sum."""
-        said = [block.opaque] if block.opaque else []
-        said += [f"carried through {link.through}"] if link.through else []
-        return replace(block, scales=(*block.scales, *link.scales), opaque="; ".join(said))
+        through = link.through
+        if link.before and not through and self.followed(onward.root, axis, link.before) is None:
+            through = "what moves its channels"
+        barriers = [Barrier(Side.CARRIED, through)] if through else []
+        return replace(block, scales=(*block.scales, *link.scales), barriers=(*block.barriers, *barriers))
+
+    def beside(self, block: Block, added: Added) -> Block:
+        """Add the further terms of a block's sum."""
+        linears = tuple(counted(self.graph, linear, added.path) for linear in added.linears)
+        return replace(block, added=linears, barriers=(*block.barriers, *added.barriers))
 
     def exits(self, last: str, axis: int, norm: Found | None) -> Edge:
         """Return what reads a stream's last state, but for the norm at its end."""
@@ -224,6 +235,9 @@ class _Detector:
     def followed(self, name: str, axis: int, start: str) -> int | None:
         """Return where an axis of a value is in what it was made from by shapes, casts and factors; None where lost."""
         while name != start:
+            if name in self.norms:
+                name = self.norms[name].source
+                continue
             op = self.graph[name]
             source = self.back(name)
             if source is None:
@@ -255,9 +269,13 @@ class _Detector:
         ends = writers(graph, inside.value, inside.axis, region)
         reads = tuple(dict.fromkeys(self.counted(r) for e in edges for r in e.linears))
         writes = tuple(dict.fromkeys(self.counted(w) for w in ends.linears))
-        opaque = self.opaque(edges, ends, join, entries, region)
+        skip = skip_of(graph, join, axis)
+        barriers = [*self.barriers(edges, ends, join, entries, region), *skip.barriers]
         if leave and (outer.value != leave.output or set(graph.users[branch]) != {add}):
-            opaque = "; ".join([*([opaque] if opaque else []), f"ends in {graph[outer.value].kind}"])
+            barriers.append(Barrier(Side.ENDS, graph[outer.value].kind))
+        made, taken = (leave.source, leave.members) if leave else (branch, {add})
+        if aside := sorted(set(graph.users[made]) - taken):
+            barriers.append(Barrier(Side.WRITTEN, "an output" if aside[0] == "output" else graph[aside[0]].kind))
         kind = branch_kind(graph, join.root, branch)
         done = ends.path | {o.name for o in graph.between(inside.value, branch)} | self.inside.keys()
         early = {o for o in region for f in entries if graph.reaches(o, f.source)}
@@ -265,9 +283,10 @@ class _Detector:
         anchor = Anchor(join.root, branch, add, join.skip, join.total, axis, between)
         held = {p for o in region if o not in self.inside for p in self.parameters_of(o)}
         path = common(sorted(held))
-        scales = (*reading, *(inside.scales if leave else ()), *outer.scales)
+        scales = (*reading, *(inside.scales if leave else ()), *outer.scales, *skip.scales)
         arms = tuple(map(self.arm, find_arms(graph, region, self.inside)))
-        return Block(path, kind, tuple(sites), reads, writes, group, self.scale(join), scales, opaque, arms, anchor)
+        block = Block(path, kind, tuple(sites), reads, writes, group, skip.number, scales, arms=arms, anchor=anchor)
+        return replace(block, barriers=tuple(barriers))
 
     def parameters_of(self, name: str) -> set[str]:
         """Return the weights of a linear op, straight or through constant ops such as a split or a transpose."""
@@ -280,30 +299,22 @@ class _Detector:
                 found.add(str(op.attrs["param"]))
         return found
 
-    def scale(self, join: Join) -> float:
-        """Return the constant that multiplies the skip on its way from the root, 1.0 for a bare skip."""
-        name, factor = join.skip, 1.0
-        while name != join.root:
-            op = self.graph[name]
-            if op.kind in {"mul", "div"}:
-                number = next((float(i) for i in op.inputs if isinstance(i, (int, float))), None)
-                if number is None:
-                    return float("nan")
-                factor = factor * number if op.kind == "mul" else factor / number
-            name = scaled(self.graph, name) or op.data[0]
-        return factor
-
-    def opaque(self, edges: list[Edge], ends: Edge, join: Join, entries: list[Found], region: set[str]) -> str:
-        said = []
+    def barriers(
+        self, edges: list[Edge], ends: Edge, join: Join, entries: list[Found], region: set[str]
+    ) -> list[Barrier]:
+        """Return what stands between a branch's linears, or its norms, and the trunk."""
+        found = []
         if others := [o for e in edges for o in e.others if o not in self.inside]:
-            said.append(f"read by {self.graph[others[0]].kind}")
+            found.append(Barrier(Side.READ, self.graph[others[0]].kind))
         if behind := [o for o in ends.others if o not in self.inside]:
-            said.append("written by " + ("an output" if behind[0] == "output" else self.graph[behind[0]].kind))
+            op = "an output" if behind[0] == "output" else self.graph[behind[0]].kind
+            found.append(Barrier(Side.WRITTEN, op))
         heads = {f.output for f in entries}
-        raw = [u for u in self.graph.users[join.root] if u in region and self.inside.get(u) not in heads]
-        if entries and any(self.graph[u].kind not in SHAPE | CASTS for u in raw):
-            said.append("reads the raw stream too")
-        return "; ".join(said)
+        users = (self.graph[u] for u in self.graph.users[join.root] if u in region and self.inside.get(u) not in heads)
+        raw = [op.kind for op in users if op.kind not in SHAPE | CASTS]
+        turned = [f for f in entries if not found and self.followed(f.source, f.axis, join.root) is None]
+        found += [Barrier(Side.READ, "what moves its channels")] if turned else []
+        return [*found, *[Barrier(Side.RAW, kind) for kind in raw[:1] if entries]]
 
     def arm(self, arm: Arm) -> Arm:
         return replace(arm, makers=tuple(map(self.counted, arm.makers)), takers=tuple(map(self.counted, arm.takers)))

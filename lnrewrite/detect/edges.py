@@ -45,7 +45,10 @@ def moved(graph: OpGraph, op: Op, axis: int, back: bool = False) -> int | None:
         if cut == axis and not back:
             return None
         return axis if cut < axis else (axis - 1 if back else axis + 1)
-    if op.kind in {"roll", "pad", "flip", "expand"}:
+    if op.kind in {"roll", "pad", "flip"}:
+        moving: Any = op.attrs.get("axes")
+        return axis if moving is not None and axis + len(source) not in moving else None
+    if op.kind == "expand":
         return axis if -axis <= min(len(source), len(target)) and source[axis] == target[axis] else None
     old, new = (target, source) if back else (source, target)
     same = [j for j in range(-len(new), 0) if new[j] == old[axis] and _right(new, j) == _right(old, axis)]
@@ -101,38 +104,38 @@ def parameter_behind(graph: OpGraph, name: Operand) -> str | None:
     return None
 
 
-def is_vector(graph: OpGraph, name: Operand, width: int, axis: int) -> bool:
-    """Say whether a constant value is one number per channel of `axis`."""
-    if not isinstance(name, str) or name not in graph.constant or width < 2:
-        return False
-    shape = graph[name].shape or ()
-    if axis == -1 or len(shape) < -axis:
-        return graph.is_channel_vector(name, width) and axis == -1
-    return shape[axis] == width and all(d == 1 for i, d in enumerate(shape) if i - len(shape) != axis)
-
-
 def computed(graph: OpGraph) -> Iterator[str]:
-    """Yield the weights of linear maps that are computed from parameters by rules that can be run here."""
+    """Yield the weights and biases of linear maps, the gains and biases of norms, that are computed from parameters.
+
+    By rules that can be run here, so that they can be computed once and stored.
+    """
     for op in graph:
-        if op.kind in PRODUCTS | {"linear", "conv"} and len(op.inputs) > 1:
-            name = op.inputs[1]
-            held = isinstance(name, str) and name in graph.constant and parameter(graph, name, -1) is None
-            if isinstance(name, str) and held and constant(graph, name) is not None:
-                yield name
+        if op.kind in PRODUCTS | {"linear", "conv", "layer_norm", "rms_norm"}:
+            for name in op.inputs[1:3]:
+                vector = isinstance(name, str) and len(graph[name].shape or ()) < 2
+                held = isinstance(name, str) and name in graph.constant
+                whole = held and (_bias(graph, name) if vector else parameter(graph, name, -1)) is not None
+                if isinstance(name, str) and held and not whole and constant(graph, name) is not None:
+                    yield name
 
 
 def _bias(graph: OpGraph, name: Operand) -> str | None:
+    """Return the parameter that is a linear map's bias, whole and one number for each output."""
     found = parameter(graph, name, -1)
-    return found[0] if found and found[2] else None
+    shape = graph[name].shape or () if isinstance(name, str) else ()
+    return found[0] if found and found[2] and all(d == 1 for d in shape[:-1]) else None
 
 
-def _linear(graph: OpGraph, op: Op, weight: Operand, axis: int, exact: bool) -> Linear | None:
+def _linear(graph: OpGraph, op: Op, weight: Operand, axis: int, exact: bool, writes: bool = False) -> Linear | None:
+    """Return a map by a parameter; a writer's bias must be one too, or else it would be left as it is."""
     found = parameter(graph, weight, axis)
     if found is None:
         return None
     param, place, whole = found
     bias = op.inputs[2] if len(op.inputs) > 2 and op.kind not in {"bmm", "mm"} else None
     named = _bias(graph, bias)
+    if writes and bias is not None and named is None:
+        return None
     exact = exact and whole and (bias is None or named is not None)
     return Linear(param, place, named, exact=exact, node=op.name)
 
@@ -158,13 +161,13 @@ def read(graph: OpGraph, op: Op, value: str, axis: int) -> Linear | None:
 def written(graph: OpGraph, op: Op, axis: int, mixing: bool = True) -> Linear | None:
     """Return the linear map by which `op` produces `axis` of its output from a parameter, or None."""
     if op.kind == "linear" and axis == -1:
-        return _linear(graph, op, op.inputs[1], -2, True)
+        return _linear(graph, op, op.inputs[1], -2, True, writes=True)
     if op.kind in PRODUCTS and axis == -1:
-        return _linear(graph, op, op.inputs[1], -1, True)
+        return _linear(graph, op, op.inputs[1], -1, True, writes=True)
     if op.kind in PRODUCTS and axis == -2:
-        return _linear(graph, op, op.inputs[0], -2, False)
+        return _linear(graph, op, op.inputs[0], -2, False, writes=True)
     if op.kind == "conv" and axis == 1 - len(op.shape or ()) and (op.attrs["groups"] == 1 or not mixing):
-        return _linear(graph, op, op.inputs[1], -len(op.shape or ()), True)
+        return _linear(graph, op, op.inputs[1], -len(op.shape or ()), True, writes=True)
     return None
 
 
@@ -271,7 +274,7 @@ def _backward(graph: OpGraph, op: Op, axis: int, width: int) -> Iterator[tuple[s
             whole = graph.width(op.data[0])
             before = -1 if whole and graph.width(op.name) == width and whole % width == 0 else None
         if before is not None:
-            yield op.data[0], before, True
+            yield op.data[0], before, op.kind != "pad"
     elif op.kind in {"mul", "div"}:
         for i, name in enumerate(op.inputs[: 1 if op.kind == "div" else 2]):
             other = op.inputs[1 - i]

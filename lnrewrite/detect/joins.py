@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from ..opgraph import CASTS, SHAPE, OpGraph
@@ -19,25 +19,29 @@ CLOSED = "the streams of this model are left alone; `lnrewrite explain` and the 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Hold one residual sum: `total` = `skip` + branches; `root` is the trunk value that skip and branches share.
+    """Hold one residual sum: `total` = `skip` + branches + extras; skip and branches share the trunk value `root`.
 
-    `branches` pairs each branch's last value with the add that it enters.
+    `branches` pairs each branch's last value with the add that it enters; `extras` are all other terms.
     """
 
     total: str
     skip: str
     root: str
     branches: tuple[tuple[str, str], ...]
+    extras: tuple[str, ...] = ()
 
 
-def find_joins(graph: OpGraph) -> tuple[list[Join], list[Refusal]]:
-    """Return the residual sums in execution order, inner ones left out, and what is beyond the picture."""
+def find_joins(graph: OpGraph, whole: Container[str] = ()) -> tuple[list[Join], list[Refusal]]:
+    """Return the residual sums in execution order, inner ones left out, and what is beyond the picture.
+
+    `whole` are values that are one term though they are sums: a norm's, whose bias is added last.
+    """
     found: list[Join] = []
     refusals: list[Refusal] = []
     states: set[str] = set()
     for op in graph:
-        if op.kind == "add" and len(op.data) == 2 and not _flattens(graph, op.name):
-            join = _join(graph, op.name, states, refusals)
+        if op.kind == "add" and len(op.data) == 2 and not _flattens(graph, op.name, whole):
+            join = _join(graph, op.name, states, refusals, whole) if op.name not in whole else None
             if join:
                 found.append(join)
                 states.add(join.total)
@@ -98,16 +102,17 @@ def _same_shape(graph: OpGraph, a: str, b: str) -> bool:
     return len(one) == len(two) >= 2 and all(x == y for x, y in pairs)
 
 
-def _flattens(graph: OpGraph, name: str) -> bool:
-    """Say whether a sum is only a part of the next sum."""
+def _flattens(graph: OpGraph, name: str, whole: Container[str]) -> bool:
+    """Return whether a sum is only a part of the next sum."""
     users = graph.users[name]
-    if len(users) != 1 or users[0] == "output":
+    if name in whole or len(users) != 1 or users[0] == "output":
         return False
     user = graph[users[0]]
-    return user.kind == "add" and len(user.data) == 2 and _same_shape(graph, name, user.name)
+    same = user.kind == "add" and len(user.data) == 2 and _same_shape(graph, name, user.name)
+    return same and user.name not in whole
 
 
-def _terms(graph: OpGraph, total: str) -> list[tuple[str, str]]:
+def _terms(graph: OpGraph, total: str, whole: Container[str]) -> list[tuple[str, str]]:
     """Return (term, the add that it enters) for a sum written as a tree of adds."""
     found: list[tuple[str, str]] = []
     todo = [total]
@@ -115,7 +120,7 @@ def _terms(graph: OpGraph, total: str) -> list[tuple[str, str]]:
         name = todo.pop()
         for operand in graph[name].data:
             inner = graph[operand]
-            if inner.kind == "add" and len(inner.data) == 2 and _flattens(graph, operand):
+            if inner.kind == "add" and len(inner.data) == 2 and _flattens(graph, operand, whole):
                 todo.append(operand)
             else:
                 found.append((operand, name))
@@ -149,20 +154,25 @@ def scaled(graph: OpGraph, name: str) -> str | None:
     op = graph[name]
     if op.kind not in {"mul", "div", "add"} or len(op.inputs) < 2:
         return None
-    width = graph.width(name)
+    rank = len(op.shape or ())
+    width, first = graph.width(name), graph.width(name, 1 - rank)
     for value, other in ((op.inputs[0], op.inputs[1]), (op.inputs[1], op.inputs[0])):
         if isinstance(value, str) and value not in graph.constant:
             plain = op.kind != "add" and graph.is_scalar(other)
-            if (plain or graph.is_channel_vector(other, width)) and (op.kind != "div" or value == op.inputs[0]):
+            vector = graph.is_channel_vector(other, width) or graph.is_channel_vector(other, first, 1 - rank)
+            if (plain or vector) and (op.kind != "div" or value == op.inputs[0]):
                 return value
     return None
 
 
-def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal]) -> Join | None:
+def _join(
+    graph: OpGraph, total: str, states: set[str], refusals: list[Refusal], whole: Container[str]
+) -> Join | None:
     rank = len(graph[total].shape or ())
     if max(graph.width(total), graph.width(total, 1 - rank)) < 2:
         return None
-    terms = [(t, add) for t, add in _terms(graph, total) if t not in graph.constant]
+    every = _terms(graph, total, whole)
+    terms = [(t, add) for t, add in every if t not in graph.constant]
     for skip, _ in reversed(terms):
         others = [(t, add) for t, add in terms if t != skip and _same_shape(graph, t, total)]
         for root in trunk(graph, skip):
@@ -181,7 +191,10 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal])
             if gathered := _reads_earlier(graph, root, branches):
                 why = f"the branch {branches[0][0]} reads a mixture of {root} and the earlier state {gathered}"
                 refusals.append(Refusal("LN203", total, why, CLOSED))
-            return Join(total, skip, root, _merged(graph, root, branches))
+            extras = [t for t, _ in every]
+            for term in (skip, *(t for t, _ in branches)):
+                extras.remove(term)
+            return Join(total, skip, root, _merged(graph, root, branches), tuple(extras))
     return None
 
 

@@ -18,7 +18,7 @@ from ..opgraph import CASTS, Op, Operand, OpGraph
 from ..plan import Refusal
 from ..stream import Kind, Norm
 from .arithmetic import Array, Unknown, closure, constants, run
-from .edges import is_vector, parameter_behind
+from .edges import parameter_behind
 from .found import Found
 from .stored import dynamic_tanh, standardised, stored
 
@@ -112,7 +112,9 @@ def _fused(graph: OpGraph, op: Op) -> Found | None:
     eps: float = op.attrs["eps"]  # type: ignore[assignment]
     held = [parameter_behind(graph, name) for name in op.inputs[3:5]] if kind is Kind.BATCH else []
     mean, variance = held if len(held) == 2 else (None, None)
-    affine = {**_gain(graph, gamma), "beta": parameter_behind(graph, beta)}
+    affine: dict[str, Any] = {**_gain(graph, gamma), "beta": parameter_behind(graph, beta)}
+    if isinstance(beta, str) and affine["beta"] is None:  # computed like a gain that no parameter is
+        affine |= {"beta": beta, "computed": True}
     norm = Norm(kind, eps, **affine, mean=mean, variance=variance, axis=axis)
     return Found(norm, source, op.name, frozenset({op.name}))
 
@@ -279,9 +281,9 @@ def _with_affine(graph: OpGraph, core: Found) -> Found:
             pass
         elif op.kind == "mul" and norm.kind is Kind.L2 and norm == core.norm and isinstance(other, (int, float)):
             norm = replace(norm, factor=float(other))
-        elif op.kind == "mul" and not norm.gamma and not norm.beta and is_vector(graph, other, width, core.axis):
+        elif op.kind == "mul" and not norm.gamma and not norm.beta and graph.is_channel_vector(other, width, core.axis):
             norm = replace(norm, **_gain(graph, other))
-        elif op.kind == "add" and not norm.beta and is_vector(graph, other, width, core.axis):
+        elif op.kind == "add" and not norm.beta and graph.is_channel_vector(other, width, core.axis):
             beta = parameter_behind(graph, other)
             if beta is None:
                 break

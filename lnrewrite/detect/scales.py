@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..opgraph import CASTS, SHAPE, Op, Operand, OpGraph
 from ..stream import Scale
-from .edges import is_vector, moved
+from .edges import moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def factor(graph: OpGraph, op: Op, axis: int, at: str) -> tuple[str, Scale] | No
     for value, other in ((op.inputs[0], op.inputs[1]), (op.inputs[1], op.inputs[0])):
         if not isinstance(value, str) or value in graph.constant or (op.kind == "div" and value != op.inputs[0]):
             continue
-        vector = is_vector(graph, other, graph.width(op.name, axis), axis)
+        vector = graph.is_channel_vector(other, graph.width(op.name, axis), axis)
         if vector or graph.is_scalar(other):
             return value, _scale(graph, other, op, at, vector)
     return None

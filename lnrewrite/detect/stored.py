@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..opgraph import CASTS, Op, OpGraph
 from ..stream import Kind, Norm
-from .edges import PRODUCTS, is_vector, parameter, parameter_behind
+from .edges import PRODUCTS, parameter, parameter_behind
 from .found import Found
 
 ROOTS = {"sqrt": False, "rsqrt": True}
@@ -27,7 +27,7 @@ def stored(graph: OpGraph, op: Op) -> Found | None:
         if not isinstance(value, str) or value in graph.constant or not isinstance(other, str):
             continue
         axes = (-1, 1 - len(graph[value].shape or ()))
-        axis = next((a for a in axes if is_vector(graph, other, graph.width(value, a), a)), None)
+        axis = next((a for a in axes if graph.is_channel_vector(other, graph.width(value, a), a)), None)
         spread = _spread(graph, other, inverse=op.kind == "mul") if axis is not None else None
         if axis is None or spread is None:
             continue
@@ -47,7 +47,7 @@ def stored(graph: OpGraph, op: Op) -> Found | None:
 def _vector(graph: OpGraph, op: Op, axis: int) -> tuple[str | None, str]:
     """Return the parameter of one number per channel among an op's two operands, and the other operand."""
     for one, two in (op.inputs[:2], op.inputs[1::-1]) if len(op.data) == 2 else ():
-        if isinstance(two, str) and is_vector(graph, one, graph.width(op.name, axis), axis):
+        if isinstance(two, str) and graph.is_channel_vector(one, graph.width(op.name, axis), axis):
             return parameter_behind(graph, one), two
     return None, ""
 

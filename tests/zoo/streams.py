@@ -12,7 +12,21 @@ from hypothesis import strategies as st
 from lnrewrite.pipeline import Context
 from lnrewrite.plan import Refusal
 from lnrewrite.ref import Machine, invent
-from lnrewrite.stream import Arm, Block, Kind, Linear, Network, Norm, Placement, Scale, Site, Stream, Where
+from lnrewrite.stream import (
+    Arm,
+    Barrier,
+    Block,
+    Kind,
+    Linear,
+    Network,
+    Norm,
+    Placement,
+    Scale,
+    Side,
+    Site,
+    Stream,
+    Where,
+)
 
 EPS = st.floats(1e-12, 1e-2)
 SITES = {
@@ -76,7 +90,7 @@ def _block(draw: Any, name: str, placement: Placement, group: int | None) -> Blo
             norm = replace(norm, kind=Kind.BATCH, over=None, **stored)
         taps = () if norm.kind is Kind.BATCH else ("off the main path",)
         sites.insert(0, Site(Where.INNER, norm, (), taps, (own,), 6))
-    at = ["trunk", "written", *["read"] * (Where.IN in wheres), *["branch"] * (Where.OUT in wheres)]
+    at = ["trunk", "skip", "written", *["read"] * (Where.IN in wheres), *["branch"] * (Where.OUT in wheres)]
     chosen = [w for w in at if draw(st.integers(0, 5)) == 0]
     scales = tuple(draw(_scale(f"{name}.{w}", w)) for w in chosen)
     if any(s.at == "read" for s in scales):
@@ -84,19 +98,21 @@ def _block(draw: Any, name: str, placement: Placement, group: int | None) -> Blo
         inexact = {r: replace(r, exact=False) for r in readers}
         readers = tuple(inexact.values())
         sites = [replace(s, readers=tuple(inexact.get(r, r) for r in s.readers)) for s in sites]
-    opaque = draw(st.sampled_from((*[""] * 20, "written by gelu", "read by pool", "carried through relu")))
+    side = draw(st.sampled_from((*[None] * 20, Side.WRITTEN, Side.READ, Side.CARRIED, Side.ADDED)))
     if any(s.where is Where.OUT and s.taps for s in sites):
-        opaque = "ends in a tap"
-    if opaque == "read by pool" and any(s.at == "read" for s in scales):
-        opaque = ""
-    if opaque == "read by pool":
+        side = Side.ENDS
+    if side is Side.READ and any(s.at == "read" for s in scales):
+        side = None
+    if side is Side.READ:
         sites = [replace(s, taps=("pool",)) if s.where is Where.IN else s for s in sites]
     arms = ()
     if draw(st.integers(0, 3)) == 0 and not any(s.where is Where.INNER and s.readers for s in sites):
         takers = tuple(Linear(w.param, 1 - w.axis, w.bias) for w in writers)
         bias = f"{name}.arm.bias" if draw(st.booleans()) else None
         arms = (Arm((Linear(f"{name}.arm.weight", 0, bias),), takers, draw(st.sampled_from((0, 2)))),)
-    return Block(name, kind, tuple(sites), readers, writers, group, scale, scales, opaque, arms)
+    added = (Linear(f"{name}.added", 1, table=True),) if draw(st.integers(0, 9)) == 0 else ()
+    barriers = (Barrier(side, "pool"),) if side else ()
+    return Block(name, kind, tuple(sites), readers, writers, group, scale, scales, added, barriers, arms)
 
 
 @st.composite
@@ -117,7 +133,8 @@ def _sum(draw: Any, index: int, placements: tuple[Placement, ...]) -> list[Block
     readers = first.readers + second.readers
     trunk = [s for s in first.sites if s.where is Where.POST]
     shared = [s for s in first.sites if s.where is Where.IN and draw(st.booleans())]
-    shared = [Site(s.where, s.norm, readers, s.taps) for s in shared]
+    seen = tuple(t for s in second.sites if s.where is Where.IN for t in s.taps)
+    shared = [Site(s.where, s.norm, readers, (*s.taps, *seen)) for s in shared]
 
     def joined(block: Block) -> Block:
         gone = {Where.POST, *(s.where for s in shared)}
@@ -126,7 +143,9 @@ def _sum(draw: Any, index: int, placements: tuple[Placement, ...]) -> list[Block
         return replace(block, sites=sites, parallel_group=index, scale=first.scale, scales=scales)
 
     head = joined(first)
-    return [replace(head, scales=tuple(s for s in head.scales if s.at != "trunk")), joined(second)]
+    after = joined(second)
+    after = replace(after, scales=tuple(s for s in after.scales if s.at != "skip"), added=())
+    return [replace(head, scales=tuple(s for s in head.scales if s.at != "trunk")), after]
 
 
 @st.composite
@@ -229,7 +248,7 @@ _any_linear = st.builds(
 def _any_scale(draw: Any) -> Scale:
     by = draw(_floats | _words)
     marks = [draw(st.booleans()) for _ in range(3)]
-    return Scale(draw(st.sampled_from(("read", "written", "trunk"))), by, *marks[:2], marks[2] and isinstance(by, str))
+    return Scale(draw(st.sampled_from(("read", "written", "skip", "trunk"))), by, *marks[:2], marks[2] and isinstance(by, str))
 
 
 @st.composite
@@ -257,7 +276,8 @@ def _any_block(draw: Any) -> Block:
     group = draw(st.none() | st.integers())
     scales = tuple(draw(st.lists(_any_scale(), max_size=2)))
     arms = tuple(draw(st.lists(st.builds(Arm, linears, linears, st.integers(0, 9)), max_size=2)))
-    ends = (scales, draw(_words), arms)
+    barriers = st.lists(st.builds(Barrier, st.sampled_from(Side), _words), max_size=2).map(tuple)
+    ends = (scales, draw(linears), draw(barriers), arms)
     return Block(draw(_words), draw(_words), sites, readers, draw(linears), group, draw(_floats), *ends)
 
 

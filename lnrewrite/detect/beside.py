@@ -1,0 +1,81 @@
+"""Account for what a residual sum holds beside its branches: the factors on its skip, and every further term."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, replace
+
+from ..opgraph import CASTS, SHAPE, OpGraph
+from ..stream import Barrier, Linear, Scale, Side
+from .edges import moved, writers
+from .joins import Join, scaled
+from .scales import factor
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Hold what stands between a trunk value and its sum: a number, stored factors, and what is neither."""
+
+    number: float = 1.0
+    scales: tuple[Scale, ...] = ()
+    barriers: tuple[Barrier, ...] = ()
+
+
+def skip_of(graph: OpGraph, join: Join, axis: int) -> Skip:
+    """Return what a sum's skip goes through on its way from the root."""
+    name, number = join.skip, 1.0
+    scales: list[Scale] = []
+    barriers: list[Barrier] = []
+    while name != join.root:
+        op = graph[name]
+        if (step := factor(graph, op, axis, "skip")) is not None:
+            source, scale = step
+            if isinstance(scale.by, float):
+                number = number / scale.by if scale.inverse else number * scale.by
+            else:
+                scales.insert(0, scale)
+        else:
+            source = scaled(graph, name) or op.data[0]
+            before = moved(graph, op, axis, back=True) if op.kind in SHAPE else axis
+            if before is None or op.kind not in SHAPE | CASTS | {"dropout"}:
+                barriers.append(Barrier(Side.CARRIED, op.kind))
+            axis = axis if before is None else before
+        name = source
+    return Skip(number, tuple(scales), tuple(barriers))
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Hold the further terms of a sum: the linears and tables that write them, the values passed, and barriers."""
+
+    linears: tuple[Linear, ...] = ()
+    path: frozenset[str] = frozenset()
+    barriers: tuple[Barrier, ...] = ()
+
+
+def added_to(graph: OpGraph, join: Join, axis: int) -> Added:
+    """Return what writes the terms of a sum that are neither its skip nor its branches."""
+    width = graph.width(join.total, axis)
+    linears: list[Linear] = []
+    barriers: list[Barrier] = []
+    path: set[str] = set()
+    for term in join.extras:
+        edge = writers(graph, term, axis) if graph.width(term, axis) == width else None
+        if edge is None or edge.others or not edge.linears or graph.reaches(join.root, term):
+            op = graph[edge.others[0]] if edge and edge.others and edge.others[0] != "output" else graph[term]
+            barriers.append(Barrier(Side.ADDED, op.kind))
+        else:
+            linears += edge.linears
+            path |= edge.path
+    return Added(tuple(linears), frozenset(path), tuple(barriers))
+
+
+def counted(graph: OpGraph, linear: Linear, path: Container[str]) -> Linear:
+    """Count the places that a linear's values reach behind `path`: a table may be added to several sums."""
+    named = {n for n in (linear.param, linear.bias) if n}
+    nodes = [n for n in graph.parameters if graph[n].attrs["param"] in named]
+    return replace(linear, uses=max(_reached(graph, n, path) for n in nodes))
+
+
+def _reached(graph: OpGraph, name: str, path: Container[str]) -> int:
+    return sum(_reached(graph, user, path) if user in path else 1 for user in graph.users[name])
