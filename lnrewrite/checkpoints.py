@@ -51,20 +51,6 @@ def empty_model(form: Form, dtype: torch.dtype, *, trust_remote_code: bool = Fal
         return module.eval()  # type: ignore[no-any-return]
 
 
-def auto_classes(module: torch.nn.Module) -> list[str]:
-    """Return the names of transformers' auto classes that make a module's class of its config."""
-    import transformers
-
-    found = []
-    for name in dir(transformers):
-        mapping = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
-        if mapping is not None and type(module.config) in mapping:
-            classes = mapping[type(module.config)]
-            if type(module) in (classes if isinstance(classes, tuple) else (classes,)):
-                found.append(name)
-    return found
-
-
 @contextlib.contextmanager
 def _meta_parameters() -> Iterator[None]:
     """Let every parameter that a module registers be on the meta device: its memory is never touched."""
@@ -129,7 +115,8 @@ def _class(transformers: Any, config: Any, remote: bool) -> Any:
         return found
     causal = transformers.AutoModelForCausalLM
     if remote:
-        known = [name for name in getattr(config, "auto_map", {}) if name.startswith("AutoModel")]
+        code = {auto: str(ref) for auto, ref in getattr(config, "auto_map", {}).items() if auto.startswith("AutoModel")}
+        known = [auto for auto, ref in code.items() if ref.endswith(f".{named}")] or code
         return getattr(transformers, min(known, key=lambda n: (n != "AutoModelForCausalLM", n), default="AutoModel"))
     return causal if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else transformers.AutoModel
 
@@ -161,7 +148,8 @@ def _load(
 def _lacks_pooler(module: torch.nn.Module, missing: Iterable[str]) -> bool:
     """Tell whether all that is missing is a pooler that the network's class can do without."""
     keys = list(missing)
-    optional = "add_pooling_layer" in inspect.signature(type(module).__init__).parameters
+    makers: list[Any] = [vars(cls)["__init__"] for cls in type(module).__mro__ if "__init__" in vars(cls)]
+    optional = any("add_pooling_layer" in inspect.signature(made).parameters for made in makers[:-1])
     return optional and bool(keys) and all(".pooler." in f".{key}" for key in keys)
 
 

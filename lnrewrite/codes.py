@@ -222,7 +222,8 @@ page(
     "no place in the module",
     """A living module keeps its Python: something can be put between its parts only where a value enters or leaves a
      child module that is called once, or at a sum or product that a forward's source shows. The message says what lies
-     elsewhere. The exported route has no such limits: lnr.convert without live=True, or -o OUT.pt2.""",
+     elsewhere. The exported route has no such limits: lnr.convert without live=True, or -o OUT.pt2. A rewritten model
+     is saved whole, and only where an auto class of transformers opens its class: others could not be built again.""",
 )
 page(
     "LN314",

@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import __version__
 from .backends.lift import parameter_names
 from .backends.shards import Stored, Writer, stored_in
-from .checkpoints import auto_classes
 from .diagnostics import LnrewriteError
 from .forms import check_safetensors, damaged
-from .modeling import FILE, KEY, generate, record_of, with_record
+from .modeling import FILE, KEY, generate
 from .output import check_parent
 from .pickles import Damaged
 from .report import Report
+from .saving import recorded
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
@@ -146,7 +145,7 @@ def write_folder(folder: Path, source: Path, done: Done, pipeline: str, say: Cal
                 part["tie_word_embeddings"] = False
     structural = [change for change in done.changes if "untie" not in change]
     if structural:
-        content = _recorded(content, done.module, structural, pipeline)
+        content = recorded(content, done.module, structural, pipeline)
         (folder / FILE).write_text(generate(content[KEY]))
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     for path in sorted(p for p in source.rglob("*") if p.is_file()):
@@ -157,28 +156,6 @@ def write_folder(folder: Path, source: Path, done: Done, pipeline: str, say: Cal
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
     _write_weights(folder, list(_shards(done)), say)
-
-
-def _recorded(content: dict[str, Any], module: nn.Module, changes: list[Any], pipeline: str) -> dict[str, Any]:
-    """Return a config.json with what was done, after what was done before. Raises LN310 for a class of other code."""
-    import transformers
-
-    before = record_of(content)
-    if before is None:
-        cls, config = type(module), type(module.config)
-        names = {key: f"{c.__module__}.{c.__qualname__}" for key, c in (("model", cls), ("config", config))}
-        autos = auto_classes(module)
-    else:
-        names = {key: before[key] for key in ("model", "config")}
-        autos = [name for name in content["auto_map"] if name != "AutoConfig"]
-    versions = {"lnrewrite": __version__, "transformers": transformers.__version__}
-    done = {**names, **versions, "pipeline": pipeline, "changes": [*(before or {"changes": []})["changes"], *changes]}
-    try:
-        generate(done)
-    except ValueError as error:
-        remedy = "take -o OUT.pt2, or rewrite the loaded module (lnr.rewrite)"
-        raise LnrewriteError("LN310", type(module).__name__, str(error), remedy) from error
-    return with_record(content, done, autos)
 
 
 Shard = dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], Callable[[], Iterable[torch.Tensor]]]]

@@ -30,13 +30,14 @@ from .diagnostics import LnrewriteError
 from .folder_writing import Done, Source, check_folder, held_by, whole, write_folder
 from .forms import Form, identify
 from .inputs import infer_inputs, parse_inputs, vocabulary_of
-from .live import EXACT, RECORD, ROUNDED, difference, restructure, rewrite
+from .live import EXACT, ROUNDED, difference, restructure, rewrite
 from .open import Opened, open_module
 from .pipeline import Batch, Pipeline
 from .plan import Exactness, Proposal
 from .program import Program
 from .proving import Evidence, away, evidence
 from .report import Report
+from .saving import RECORD
 from .stream import Stream
 
 

@@ -21,11 +21,9 @@ from .diagnostics import LnrewriteError
 from .pipeline import Batch, Pipeline
 from .program import Program, check_finite
 from .report import Report
+from .saving import RECORD, save_as_before, save_as_rewritten
 from .spelling import placing
 from .verifying import proof
-
-RECORD = "_lnrewrite"
-"""The attribute of a rewritten module that holds what was done to it."""
 
 EXACT, ROUNDED = 1e-5, 2e-2
 """How far a rewritten module's outputs may be from the rewritten graph's, relative to the largest: float32 and half."""
@@ -75,9 +73,10 @@ def rewrite(
         return result.report
     recipe = difference(module, program, result.program)
     with _all_or_nothing(module, keep=undo) as record:
-        record.recipe = recipe.changes
+        record.recipe, record.pipeline = recipe.changes, str(plan)
         carry_out(module, recipe, result.program.module())
         _prove(module, result.program, taken, seed)
+    save_as_rewritten(module)
     return result.report
 
 
@@ -94,6 +93,7 @@ def unrewrite(module: nn.Module) -> None:
     records.pop().undo()
     if not records:
         delattr(module, RECORD)
+        save_as_before(module)
 
 
 def difference(module: nn.Module, before: Program, after: Program) -> Recipe:
@@ -172,6 +172,7 @@ class Record:
     """Hold what one rewrite changed: rows (module, dict of it, key, old, new), classes, and old values."""
 
     recipe: list[dict[str, Any]] = field(default_factory=list)
+    pipeline: str = ""
     rows: list[tuple[nn.Module, str, Any, Any, Any]] = field(default_factory=list)
     classes: list[tuple[nn.Module, type, type]] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)

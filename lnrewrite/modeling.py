@@ -1,8 +1,9 @@
 """The modeling file of a rewritten transformers folder: generated, self-contained, and known again by its text.
 
-The folder's config.json holds under `lnrewrite` what was done, as data; the file holds the code that does it again to
-the original class: `rewritten.py` as it is, and a few lines below it. A model type of its own keeps transformers from
-loading the weights into the unchanged class.
+The folder's config.json holds under `lnrewrite` what was done, as data; the file holds the code that does it again:
+`rewritten.py` and `heads.py` as they are, and below them a class for each auto class of transformers that opens the
+original. Model type and classes have names of their own, so that nothing takes them for the original's and loads the
+weights into an unchanged network.
 """
 
 from __future__ import annotations
@@ -14,45 +15,61 @@ from pathlib import Path
 from typing import Any
 
 FILE = "modeling_lnrewrite.py"
-KEY, PREFIX = "lnrewrite", "lnrewrite_"
+KEY, PREFIX, CLASS = "lnrewrite", "lnrewrite_", "Lnrewrite"
 
-_CLASS = re.compile(r"transformers(?:\.\w+)+")
+_DOTTED = re.compile(r"transformers(?:\.\w+)+")
 
-_TEMPLATE = """
+_CONFIG = """
 
-# ---- the model: {name} with its norms changed; config.json says how, under "{key}" ----
+# ---- {model} with its norms changed, and the other heads that it may have; config.json says how, under "{key}" ----
 
-from {config_module} import {config} as _Config  # noqa: E402
-from {module} import {name} as _Model  # noqa: E402
-
-
-class {config}(_Config):
-    model_type = "{prefix}" + _Config.model_type
+import transformers  # noqa: E402
+from {module} import {config} as _Config  # noqa: E402
 
 
-class {name}(_Model):
-    config_class = {config}
+class {prefix}{config}(Recorded, _Config):
+    model_type = "{type}" + _Config.model_type
+"""
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        apply(self, config.{key}["changes"])
+_CLASS = """
+
+class {prefix}{name}(Rewritten, transformers.{name}):
+    config_class = {prefix}{config}
+"""
+
+_LAST = """
+
+stand_in({prefix}{config}, _Config, {network})
 """
 
 
 def generate(record: Mapping[str, Any]) -> str:
     """Return the modeling file for a config's record: `model` and `config` are the original classes' dotted names.
 
-    Raises ValueError where they are no classes of transformers.
+    `network` is the name of the base network's class or None, `classes` has those that the auto classes make. Raises
+    ValueError where they are no classes of transformers.
     """
-    parts = {}
     for key in ("model", "config"):
-        if not _CLASS.fullmatch(str(record.get(key))):
+        if not _DOTTED.fullmatch(str(record.get(key))):
             raise ValueError(f"{key} is no class of transformers: {record.get(key)!r}")
-        parts[key] = str(record[key]).rpartition(".")
-    (module, _, name), (config_module, _, config) = parts["model"], parts["config"]
-    code = Path(__file__).with_name("backends").joinpath("rewritten.py").read_text()
-    names = {"module": module, "name": name, "config_module": config_module, "config": config}
-    return code + _TEMPLATE.format(**names, key=KEY, prefix=PREFIX)
+    network, heads = record.get("network"), record.get("classes")
+    classes = {str(name) for name in [*(heads.values() if isinstance(heads, dict) else ()), network] if name}
+    if not all(re.fullmatch(r"\w+", name) for name in classes):
+        raise ValueError(f"classes are no classes of transformers: {sorted(classes)}")
+    names = {"model": last(record["model"]), "config": last(record["config"])}
+    names["network"] = f"{CLASS}{network}" if network else "None"
+    names |= {"module": record["config"].rpartition(".")[0], "key": KEY, "prefix": CLASS, "type": PREFIX}
+    backends = Path(__file__).with_name("backends")
+    heads = backends.joinpath("heads.py").read_text().partition("import annotations\n")[2]
+    code = backends.joinpath("rewritten.py").read_text() + "\n\n# ---- heads ----\n"
+    code += heads.replace("from .rewritten import apply\n", "") + _CONFIG.format(**names)
+    code += "".join(_CLASS.format(**names, name=name) for name in sorted(classes))
+    return code + _LAST.format(**names)
+
+
+def last(dotted: Any) -> str:
+    """Return what a dotted name ends with."""
+    return str(dotted).rpartition(".")[2]
 
 
 def record_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -75,11 +92,11 @@ def written_by_us(folder: Path, content: Mapping[str, Any]) -> bool:
         return False
 
 
-def with_record(content: Mapping[str, Any], record: Mapping[str, Any], autos: list[str]) -> dict[str, Any]:
-    """Return a config.json that names the modeling file for the given auto classes."""
+def with_record(content: Mapping[str, Any], record: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return a config.json that names the modeling file's classes; `model` is the original's of the one that it is."""
     stem = FILE.removesuffix(".py")
-    name, config = (str(record[key]).rpartition(".")[2] for key in ("model", "config"))
     base = str(content["model_type"]).removeprefix(PREFIX)
-    new = {"model_type": f"{PREFIX}{base}", "architectures": [name], KEY: dict(record)}
-    new["auto_map"] = {"AutoConfig": f"{stem}.{config}"} | dict.fromkeys(autos, f"{stem}.{name}")
+    new = {"model_type": PREFIX + base, "architectures": [CLASS + model], KEY: dict(record)}
+    names = {"AutoConfig": last(record["config"]), **record["classes"]}
+    new["auto_map"] = {auto: f"{stem}.{CLASS}{name}" for auto, name in names.items()}
     return json.loads(json.dumps({**content, **new}))  # type: ignore[no-any-return]
