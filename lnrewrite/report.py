@@ -74,6 +74,15 @@ class Form:
         return {"site": self.site, "form": self.form, "why": self.why}
 
 
+def unknown_norms(refusals: Iterable[object]) -> tuple[str, ...]:
+    """Say what works as a norm in a model and is none that is known, for norms may now stand beside it."""
+    rows = [r for r in refusals if isinstance(r, Refusal) and r.code == "LN205"]
+    if not rows:
+        return ()
+    named = "; ".join([f"{r.site}: {r.why}" for r in rows[:3]] + ["and so on"] * (len(rows) > 3))
+    return (f"{len(rows)} values are normalised by no norm that is known (LN205): no pass looks at these, {named}",)
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Hold all that is known of one run of a pipeline; `str()` is for people, `to_dict()` for programs.

@@ -57,6 +57,13 @@ def _vector_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
     return "vector_norm", (args[0],), {"ord": order, "axes": _dims(dims), "keepdim": bool(keep)}
 
 
+def _linalg_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
+    """Describe one over a single axis, which is a vector's; over two it is a matrix's."""
+    kind, inputs, attrs = _vector_norm(args, kw)
+    alone = len(attrs["axes"] or ()) == 1
+    return (kind if alone else "linalg_norm"), inputs, attrs | {"ord": 2 if attrs["ord"] is None else attrs["ord"]}
+
+
 def _layer_norm(args: list[Any], kw: dict[str, Any]) -> Normalised:
     x, shape, w, b, eps = (args + [None] * 5)[:5]
     return "layer_norm", (x, w, b), {"axes": len(shape), "eps": 1e-5 if eps is None else eps}
@@ -167,7 +174,8 @@ def _scaled(kind: str) -> Rule:
 
 RULES: dict[str, Rule] = {
     "mean": _reduce("mean"), "sum": _reduce("sum"), "var": _spread("var"), "std": _spread("std"),
-    "linalg_vector_norm": _vector_norm, "norm": _vector_norm, "layer_norm": _layer_norm,
+    "linalg_vector_norm": _vector_norm, "norm": _vector_norm, "linalg_norm": _linalg_norm,
+    "layer_norm": _layer_norm,
     "native_layer_norm": _layer_norm, "rms_norm": _rms_norm, "batch_norm": _batch_norm, "group_norm": _group_norm,
     "instance_norm": _instance_norm, "_native_batch_norm_legit_no_training": _native_batch_norm,
     "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution_general,
