@@ -96,6 +96,13 @@ def test_what_normalises_nothing_is_not_noted() -> None:
     assert noted(*QUIET.values()) == ()
 
 
+def test_a_file_is_noted_as_its_model_is(tmp_path: Path) -> None:
+    program = lnr.capture(Rules(*NOTED.values()), (torch.randn(2, 6, WIDTH),))
+    program.export(tmp_path / "rules.onnx", target="generic", verify=False)
+    found = lnr.load(str(tmp_path / "rules.onnx")).inspect()["refusals"]
+    assert sum(row["code"] == "LN205" for row in found) == len(NOTED)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [*NOTED, *QUIET])
 def test_each_alone(name: str) -> None:

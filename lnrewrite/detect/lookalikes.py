@@ -141,9 +141,18 @@ def _squashed(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
             before |= new
             todo += new
     for source in sorted(before, key=graph.index.__getitem__, reverse=True):
-        if value and (ops := closure(graph, source, value, 16)) and _saturates(graph, source, value, ops):
+        ops = closure(graph, source, value, 16) if value else None
+        if value and ops and _saturates(graph, source, value, ops, sloped=_slope(graph, source)):
             return f"{source} goes through a map that saturates, with a learned slope and a gain"
     return ""
+
+
+def _slope(graph: OpGraph, name: str) -> bool:
+    """Say whether a value is another one times a constant, and a shift at most."""
+    op = graph[name]
+    while op.kind in CASTS | {"add", "sub"} and len(onward := [n for n in op.data if n not in graph.constant]) == 1:
+        op = graph[onward[0]]
+    return op.kind in {"mul", "div"} and any(not isinstance(i, str) or i in graph.constant for i in op.inputs[:2])
 
 
 def _gained(graph: OpGraph, op: Op) -> str | None:
@@ -169,10 +178,13 @@ def _centred(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
     return f"{source} has its own mean taken off, and a gain for each channel follows" if own else ""
 
 
-def _saturates(graph: OpGraph, source: str, end: str, ops: list[Op]) -> bool:
-    """Say whether a piece that acts on each element levels off, and parameters change how soon and not where."""
+def _saturates(graph: OpGraph, source: str, end: str, ops: list[Op], sloped: bool) -> bool:
+    """Say whether a piece that acts on each element levels off, and its parameters change how soon and not where.
+
+    sloped: what it acts on is scaled before, so that it needs no such parameter.
+    """
     slopes = [n for o in ops if o.kind in {"mul", "div"} for n in o.data if parameter_behind(graph, n)]
-    if not slopes or any(_reduces(o) for o in ops):
+    if not (slopes or sloped) or any(_reduces(o) for o in ops):
         return False
     held = {n: np.ones([d if isinstance(d, int) else 1 for d in graph[n].shape or ()]) for n in constants(graph, ops)}
     shape = [d if isinstance(d, int) else 2 for d in graph[source].shape or ()]
