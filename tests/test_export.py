@@ -64,16 +64,17 @@ def test_what_is_left_decomposed_is_listed_with_the_reason(tmp_path: Path) -> No
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             odd, length = torch.erf(x * 0.5) * self.gain, torch.nn.functional.normalize(x, dim=-1)
-            return self.batch(x), self.layer(x), x / (self.size + 1e-5).sqrt(), length, odd
+            tanh = torch.tanh(x * 0.3) * self.gain
+            return self.batch(x), self.layer(x), x / (self.size + 1e-5).sqrt(), length, odd, tanh
 
     program = lnr.capture(Kept().eval(), (torch.randn(2, 6, 8),))
     report = program.export(tmp_path / "m.onnx", target="cpu", optimize="none")
     rows = {row.form: row.why for row in report.norms or () if row.form != "decomposed"}
     assert set(rows) == {"BatchNormalization", "LayerNormalization"}
     left = [row.why for row in report.norms or () if row.form == "decomposed"]
-    assert len(left) == 3 and [why.split(":")[0] for why in left if "LN205" in why] == ["LN205"]
-    assert any("kind l2" in why for why in left) and any("no statistics of the input" in why for why in left)
-    assert "3 left decomposed" in str(report) and all(why[:40] in str(report) for why in left)
+    assert len(left) == 4 and [why.split(":")[0] for why in left if "LN205" in why] == ["LN205"]
+    assert all(any(said in why for why in left) for said in ("kind l2", "kind dynamic_tanh", "no statistics of the"))
+    assert "4 left decomposed" in str(report) and all(why[:40] in str(report) for why in left)
     assert [row["why"] for row in report.to_dict()["norms"] if row["form"] == "decomposed"] == left
 
 
