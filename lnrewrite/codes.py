@@ -203,8 +203,10 @@ page("LN204", "projected skip", "The skip passes through a linear map or a convo
 page(
     "LN205",
     "looks like a norm",
-    """A reduction and an inverse root look like a norm, but running them on random data
-     did not give any norm that is known. It is left alone; the message says what it was compared with.""",
+    """A value is divided by a size of its own (a deviation, a length, a mean square), goes through a map that
+     saturates, with a learned slope and a gain, or has its mean taken off before a gain, and running it on random data
+     did not give any norm that is known. It is left alone, and conversions may put norms beside it; the message says
+     where it is, and what it was compared with where it could be run.""",
 )
 page("LN206", "eps is zero", "The norm has no eps (or it underflowed in low precision); zero rows would give NaN.")
 page("LN207", "reversible or coupled streams", "Two streams read and write each other in turn (reversible networks).")

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ from . import __version__
 from .backends.onnx_double import widened
 from .backends.onnx_file import ONE_FILE, bytes_of, read, stamp, write
 from .backends.onnx_lift import lift
-from .backends.onnx_raise import raise_norms
+from .backends.onnx_raise import STANDARD, raise_norms
 from .backends.onnx_run import OnnxModule
 from .detect.blocks import detect
 from .detect.naming import norm_names
@@ -27,13 +27,14 @@ from .detect.norms import find_norms
 from .diagnostics import LnrewriteError, UsageError, unknown
 from .kernels.library import DOMAIN, find
 from .output import check_output
-from .plan import Exactness
+from .plan import Exactness, Refusal
 from .report import Form, Report
+from .stream import Kind, Network
 from .targets.boundaries import fuse_norm_add_norm
 from .targets.forms import lower, split
 from .targets.precision import lower_precision
 from .targets.rest import FOR, optimise
-from .targets.table import NO_CUDA_KERNEL, TARGETS
+from .targets.table import DECOMPOSED, NO_CUDA_KERNEL, TARGETS
 from .verifying import HALF, held_in_half, proof
 
 FILE = 2e-5
@@ -42,6 +43,7 @@ FILE = 2e-5
 TOLERANCE = {"fp32": FILE, "fp16": HALF, "bf16": 1e-1}
 """The largest error, relative to the source's largest output, that a written model may show."""
 
+PLAIN = "it takes no statistics of the input, and plain arithmetic is left of it"
 
 NEEDED = "sessions need `lnrewrite kernels build` first, which was not done here: the proof is of its definitions"
 
@@ -82,7 +84,7 @@ def export(
     bound = TOLERANCE["fp16" if held_in_half(program) and dtype == "fp32" else dtype]
     say("translating to ONNX")
     model = program.to_onnx(opset)
-    left, notes = raised(model), list[str]()
+    left, notes = raised(model, program.network), list[str]()
     if optimize == "auto":
         say("fusing the rest of the graph")
         model, notes = optimise(model, target, lambda made: wrong(program, made, bound))
@@ -113,15 +115,30 @@ def off_cuda(model: ir.Model) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
-def raised(model: ir.Model) -> list[Form]:
-    """Write every norm of a model as one operator; return a row for each that stays as it is."""
+def raised(model: ir.Model, source: Network) -> list[Form]:
+    """Write every norm of a model as one operator; return a row for each of `source` that stays as it is."""
     split(model)
     graph = lift(model)
-    norms, _ = find_norms(graph)
-    names = norm_names(detect(graph))
+    norms, network = find_norms(graph)[0], detect(graph)
+    names = norm_names(network)
+    odd = [row for row in network.refusals if isinstance(row, Refusal) and row.code == "LN205"]
     left = raise_norms(model, graph, norms, names)
     RemoveUnusedNodesPass()(model)
-    return [Form(names.get(output, output), "decomposed", why) for output, why in left.items()]
+    rows = []
+    for output, why in left.items():
+        form = DECOMPOSED if why else STANDARD[norms[output].norm.kind]
+        rows.append(Form(names.get(output, output), form, why or "a standard operator"))
+    rows += [Form(row.site, DECOMPOSED, f"{row.code}: {row.why}") for row in odd]
+    return rows + [Form(name, DECOMPOSED, PLAIN) for name in lost(source, network)]
+
+
+def lost(source: Network, network: Network) -> Iterator[str]:
+    """Yield the norms by stored numbers alone that are none to be seen where translation has folded constants."""
+    names = norm_names(source)
+    before, after = ([site for s in (*n.streams, n.rest) for _, site in s.sites()] for n in (source, network))
+    for kind in (Kind.POWER, Kind.WEIGHT):
+        held = sum(site.norm.kind is kind for site in after)
+        yield from [names[site.origin[-1]] for site in before if site.norm.kind is kind][held:]
 
 
 def wrong(program: Any, model: ir.Model, bound: float) -> str:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, NoReturn, Protocol, Self, TypeVar
 from . import diagnostics
 from .diagnostics import LnrewriteError, Refused
 from .plan import Exactness, Proposal, Refusal
-from .report import Expected, Report, Skipped, Step
+from .report import Expected, Report, Skipped, Step, unknown_norms
 from .selecting import select
 from .sounding import Proof, Unproved, Witness, sound
 from .spelling import parse, spell
@@ -443,10 +443,11 @@ def _unseen(item: Pass, network: Network) -> tuple[Refusal, ...]:
 
 
 def _blind(network: Network) -> tuple[str, ...]:
-    """Say that there was nothing to work on, and why."""
+    """Say that there was nothing to work on and why, and what works as a norm and is none that is known."""
+    odd = unknown_norms(network.refusals)
     if network.blocks:
-        return ()
-    return (f"no residual block was found{''.join(f'; {reason}' for reason in network.refusals[:3])}",)
+        return odd
+    return (f"no residual block was found{''.join(f'; {reason}' for reason in network.refusals[-3:])}", *odd)
 
 
 def _unproved(done: Sequence[_Done]) -> tuple[str, ...]:

@@ -74,6 +74,15 @@ class Form:
         return {"site": self.site, "form": self.form, "why": self.why}
 
 
+def unknown_norms(refusals: Iterable[object]) -> tuple[str, ...]:
+    """Say what works as a norm in a model and is none that is known, for norms may now stand beside it."""
+    rows = [r for r in refusals if isinstance(r, Refusal) and r.code == "LN205"]
+    if not rows:
+        return ()
+    named = "; ".join([f"{r.site}: {r.why}" for r in rows[:3]] + ["and so on"] * (len(rows) > 3))
+    return (f"{len(rows)} values are normalised by no norm that is known (LN205): no pass looks at these, {named}",)
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Hold all that is known of one run of a pipeline; `str()` is for people, `to_dict()` for programs.
@@ -153,11 +162,15 @@ class Report:
             yield f"not applicable: {len(self.not_applicable)} sites"
 
     def _forms(self) -> Iterator[str]:
-        """Yield a line for each form: how many norms have it, and for each reason."""
+        """Yield a line for each form and each reason, with the number of norms; those left decomposed by name."""
         assert self.norms is not None
-        counts = Counter((row.form, row.why) for row in self.norms)
+        apart = [row for row in self.norms if row.form == "decomposed"]
+        counts = Counter((row.form, row.why) for row in self.norms if row not in apart)
         rows = [(f"{count} x {form}", why) for (form, why), count in counts.most_common()]
-        yield from _table(("norms", "note"), rows)
+        yield from _table(("norms", "note"), rows) if rows else ()
+        if apart:
+            yield f"  {len(apart)} left decomposed"
+            yield from _some(f"    {row.site}: {row.why}" for row in apart)
         if self.proof is not None:
             shapes = ", ".join("x".join(map(str, shape)) for shape in self.proof["shapes_tried"])
             yield ""

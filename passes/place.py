@@ -108,11 +108,14 @@ class Place:
                 if not edits and b.name not in {r.site for r in refusals}
             ]
         named = {e.target for e in edits} | {r.site for r in refusals}
-        skipped += [
-            (b.name, "its norm is shared with a branch of the same sum and edited there")
-            for b in moving
-            if b.name not in named
-        ]
+        sums = {b.anchor.total for b in moving if b.name in named}
+        for block in (b for b in moving if b.name not in named):
+            if block.at(Where.POST) and block.anchor.total not in sums:
+                why = "the norm behind it is the last of its stream, which stays"
+                refusals.append(Refusal("LN110", block.name, why, "choose post"))
+            else:
+                why = "its norm is the final one, or shared with a branch of the same sum and edited there"
+                skipped.append((block.name, why))
         return Proposal(tuple(edits), tuple(refusals), tuple(skipped), walk.vectors)
 
 

@@ -54,6 +54,30 @@ def test_every_norm_has_a_form_and_a_reason(programs: Programs, target: str, dty
             assert {v.type.tensor_type.elem_type for v in held.output} == {onnx.TensorProto.FLOAT16}
 
 
+def test_what_is_left_decomposed_is_listed_with_the_reason(tmp_path: Path) -> None:
+    class Kept(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch, self.layer = torch.nn.BatchNorm1d(6), torch.nn.LayerNorm(8)
+            self.gain = torch.nn.Parameter(torch.rand(8))
+            self.register_buffer("size", torch.rand(8))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            odd, length = torch.erf(x * 0.5) * self.gain, torch.nn.functional.normalize(x, dim=-1)
+            tanh = torch.tanh(x * 0.3) * self.gain
+            return self.batch(x), self.layer(x), x / (self.size + 1e-5).sqrt(), length, odd, tanh
+
+    program = lnr.capture(Kept().eval(), (torch.randn(2, 6, 8),))
+    report = program.export(tmp_path / "m.onnx", target="cpu", optimize="none")
+    rows = {row.form: row.why for row in report.norms or () if row.form != "decomposed"}
+    assert set(rows) == {"BatchNormalization", "LayerNormalization"}
+    left = [row.why for row in report.norms or () if row.form == "decomposed"]
+    assert len(left) == 4 and [why.split(":")[0] for why in left if "LN205" in why] == ["LN205"]
+    assert all(any(said in why for why in left) for said in ("kind l2", "kind dynamic_tanh", "no statistics of the"))
+    assert "4 left decomposed" in str(report) and all(why[:40] in str(report) for why in left)
+    assert [row["why"] for row in report.to_dict()["norms"] if row["form"] == "decomposed"] == left
+
+
 def test_bf16_is_written_and_proved_as_far_as_the_cpu_goes(programs: Programs, tmp_path: Path) -> None:
     report = programs["gemma2"].export(tmp_path / "m.onnx", target="cuda", dtype="bf16", optimize="none")
     kinds = {i.data_type for i in onnx.load(tmp_path / "m.onnx").graph.initializer}

@@ -82,6 +82,12 @@ def _vector_norm(self: Any, ord: Any = 2, p: Any = None, dim: Any = None, keepdi
     return "vector_norm", (self,), {"ord": ord if p is None else p, "axes": _dims(dim), "keepdim": keepdim}
 
 
+def _linalg_norm(self: Any, ord: Any = None, dim: Any = None, keepdim: bool = False) -> Normalised:
+    """Describe one over a single axis, which is a vector's; over two it is a matrix's."""
+    kind = "vector_norm" if len(_dims(dim) or ()) == 1 else "linalg_norm"
+    return kind, (self,), {"ord": 2 if ord is None else ord, "axes": _dims(dim), "keepdim": keepdim}
+
+
 def _layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, **how: Any) -> Normalised:
     return "layer_norm", (input, weight, bias), {"axes": len(normalized_shape), "eps": eps}
 
@@ -212,7 +218,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     "pow": _same("pow", "self", "exponent"), "clamp_min": _same("clamp_min", "self", "min"), "clamp": _clamp,
     "mean": _reduce("mean"), "sum": _reduce("sum"), "var": _spread("var"), "std": _spread("std"),
-    "linalg_vector_norm": _vector_norm, "norm": _vector_norm, "layer_norm": _layer_norm,
+    "linalg_vector_norm": _vector_norm, "norm": _vector_norm, "linalg_norm": _linalg_norm,
+    "layer_norm": _layer_norm,
     "native_layer_norm": _layer_norm, "rms_norm": _rms_norm, "batch_norm": _batch_norm, "group_norm": _group_norm,
     "instance_norm": _instance_norm, "_native_batch_norm_legit_no_training": _batch_norm,
     "permute": _permute, "transpose": _transpose, "t": _turned_vector, "expand": _first("expand"),

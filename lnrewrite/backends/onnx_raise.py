@@ -13,6 +13,12 @@ from ..opgraph import OpGraph
 from ..stream import Kind
 from .onnx_norms import OPERATORS, SITE, attributes, constant, ones
 
+STANDARD = {
+    Kind.BATCH: "BatchNormalization", Kind.INSTANCE: "InstanceNormalization", Kind.GROUP: "GroupNormalization",
+    Kind.L2: "LpNormalization",
+}  # fmt: skip
+"""The operators that norms of other kinds may stand as in a model that is read; none is made."""
+
 
 def raise_norms(
     model: ir.Model, graph: OpGraph, norms: Mapping[str, Found], sites: Mapping[str, str]
@@ -20,7 +26,8 @@ def raise_norms(
     """Replace norms, by output value, with LayerNormalization or SimplifiedLayerNormalization over the last axis.
 
     `sites` names each norm for people; the name is kept in the node's metadata. Statistics are float32 inside the
-    operators. Returns why a norm was left as it is, by the name of its output.
+    operators. Returns why a norm was left as it is, by the name of its output; one that stands as its own standard
+    operator is left without a word.
     """
     values = ir.convenience.create_value_mapping(model.graph)
     left: dict[str, str] = {}
@@ -28,6 +35,8 @@ def raise_norms(
         node = values[output].producer()
         if node is not None and len(found.members) == 1 and node.op_type in OPERATORS.values():
             node.metadata_props.setdefault(SITE, sites.get(output, output))
+        elif node is not None and node.op_type == STANDARD.get(found.norm.kind) and len(found.members) == 1:
+            left[output] = ""
         elif why := _beyond(found, graph):
             left[output] = why
         else:

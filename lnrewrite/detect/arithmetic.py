@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import erf
 from typing import Any
 
 import numpy as np
@@ -89,8 +90,9 @@ RUN: dict[str, Callable[..., Any]] = {
     "pow": lambda op, a, b: np.power(a, b), "square": lambda op, a: a * a, "sqrt": lambda op, a: np.sqrt(a),
     "rsqrt": lambda op, a: 1 / np.sqrt(a), "reciprocal": lambda op, a: 1 / a, "abs": lambda op, a: np.abs(a),
     "exp": lambda op, a: np.exp(a), "sigmoid": lambda op, a: 1 / (1 + np.exp(-a)), "tanh": lambda op, a: np.tanh(a),
-    "clamp": lambda op, a, b, c: np.clip(a, b, c), "clamp_min": lambda op, a, b: np.maximum(a, b),
-    "maximum": lambda op, a, b: np.maximum(a, b),
+    "erf": lambda op, a: np.vectorize(erf, otypes=[np.float64])(a), "atan": lambda op, a: np.arctan(a),
+    "softsign": lambda op, a: a / (1 + np.abs(a)), "clamp": lambda op, a, b, c: np.clip(a, b, c),
+    "clamp_min": lambda op, a, b: np.maximum(a, b), "maximum": lambda op, a, b: np.maximum(a, b),
     "cast": lambda op, a: a, "expand": lambda op, a: a, "mean": _mean, "sum": _sum, "var": _var,
     "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,
     "sum_square": _sum_square, "reshape": _reshape, "slice": _slice, "batch_norm": _batch_norm,

@@ -20,6 +20,7 @@ from .branches import branch_kind
 from .edges import Edge, computed, moved, readers, writers
 from .found import Found
 from .joins import WEIGHTED, Join, find_joins, nearest_miss, scaled
+from .lookalikes import placed
 from .modulation import modulation
 from .naming import common, name_blocks, stream_name
 from .norms import find_norms, stacked
@@ -51,13 +52,13 @@ class _Detector:
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
-        found, odd = find_norms(graph)
+        found, self.odd = find_norms(graph)
         self.norms = stacked(graph, found)
         self.inside = {m: f.output for f in self.norms.values() for m in f.members}
         self.ordered = sorted(((graph.index[o], f) for o, f in self.norms.items()), key=itemgetter(0))
         self.joins, refused = find_joins(graph, self.norms)
         self.closed = bool(refused)
-        self.refusals = [*odd, *refused]
+        self.refusals = [*refused]
         self.used: set[str] = set()
 
     def network(self) -> Network:
@@ -71,7 +72,8 @@ class _Detector:
             self.site(Where.INNER, found, None) for out, found in self.norms.items() if out not in self.used
         )
         weights = tuple(dict.fromkeys(computed(self.graph)))
-        return Network(streams, elsewhere, tuple(self.refusals), weights)
+        odd = (placed(self.graph, row, streams) for row in self.odd)
+        return Network(streams, elsewhere, (*odd, *self.refusals), weights)
 
     def chains(self) -> list[list[tuple[Join, Link]]]:
         """Group joins into streams, in execution order."""

@@ -13,8 +13,9 @@ def modulation(graph: OpGraph, norm: Found) -> str:
     """Return `gated`, `adaptive`, `time-dependent` or nothing.
 
     gated: an activation of another value multiplies the norm's input or its output (arXiv 2405.21060). adaptive: a
-    gain that is computed from something other than what is normed (adaLN, arXiv 2212.09748). time-dependent: such a
-    gain that stored vectors give, mixed by one number of the condition (DiMR, arXiv 2406.09416).
+    gain that is computed from a condition (adaLN, arXiv 2212.09748) or from what is normed (SeeDNorm, arXiv
+    2510.22777). time-dependent: such a gain that stored vectors give, mixed by one number of the condition (DiMR, arXiv
+    2406.09416).
     """
     source = graph[norm.source]
     if source.kind == "mul" and len(source.data) == 2 and any(_activated(graph, n) for n in source.data):
@@ -31,11 +32,12 @@ def modulation(graph: OpGraph, norm: Found) -> str:
                 width = graph.width(norm.output, norm.axis)
                 if (
                     other in graph.constant
-                    or graph.reaches(norm.source, other)
+                    or graph.reaches(norm.output, other)
                     or graph.width(other, norm.axis) != width
                 ):
                     continue
-                return "time-dependent" if _mixed(graph, other, norm.axis) else "adaptive"
+                timed = not graph.reaches(norm.source, other) and _mixed(graph, other, norm.axis)
+                return "time-dependent" if timed else "adaptive"
     return ""
 
 

@@ -20,6 +20,7 @@ from ..stream import Kind, Norm
 from .arithmetic import Array, Unknown, closure, constants, run
 from .edges import parameter_behind
 from .found import Found
+from .lookalikes import lookalikes
 from .stored import dynamic_tanh, standardised, stored
 
 FUSED = {
@@ -44,27 +45,31 @@ STATISTIC = {
     "clamp",
 }
 TOLERANCE = 1e-9
+UNKNOWN = "it is left as it is; report this spelling if it is a norm that should be known"
 
 
 @lru_cache(maxsize=4)  # detection, the ONNX writer and the live route ask for the same graph's
 def find_norms(graph: OpGraph) -> tuple[Mapping[str, Found], tuple[Refusal, ...]]:
-    """Return the norms by output node, and what looked like a norm but was not."""
+    """Return the norms by output node, and what works as a norm and is none of them."""
     found: dict[str, Found] = {}
-    refusals: list[Refusal] = []
+    misses: dict[str, str] = {}
     taken: set[str] = set()
     for op in graph:
         if op.name in taken:
             continue
         core = _fused(graph, op)
         if core is None and op.kind in {"mul", "div"}:
-            core = stored(graph, op) or _decomposed(graph, op, refusals)
+            core = stored(graph, op) or _decomposed(graph, op, misses)
         if core is None and op.kind == "tanh":
             core = dynamic_tanh(graph, op)
         if core is not None:
             whole = _with_affine(graph, core)
             found[whole.output] = whole
             taken |= whole.members
-    return found | {f.output: f for f in standardised(graph)}, tuple(refusals)
+    found |= {f.output: f for f in standardised(graph)}
+    members = frozenset[str]().union(*(f.members for f in found.values()))
+    odd = ((name, "; ".join(filter(None, (why, misses.get(name))))) for name, why in lookalikes(graph, members))
+    return found, tuple(Refusal("LN205", name, why, UNKNOWN) for name, why in odd)
 
 
 def stacked(graph: OpGraph, norms: Mapping[str, Found]) -> dict[str, Found]:
@@ -162,7 +167,7 @@ def _sources(graph: OpGraph, name: str) -> Iterator[str]:
                 yield from _sources(graph, inner)
 
 
-def _decomposed(graph: OpGraph, op: Op, refusals: list[Refusal]) -> Found | None:
+def _decomposed(graph: OpGraph, op: Op, misses: dict[str, str]) -> Found | None:
     if len(op.data) != 2:
         return None
     pairs = [(op.inputs[0], op.inputs[1])] + ([(op.inputs[1], op.inputs[0])] if op.kind == "mul" else [])
@@ -180,9 +185,7 @@ def _decomposed(graph: OpGraph, op: Op, refusals: list[Refusal]) -> Found | None
             leaking, best = leaking or found, best or why
         if leaking:  # something else sees a value inside; where the norm starts behind that value, it is no part of it
             return leaking
-        if best:
-            remedy = "open an issue with this node's spelling if it is a norm; it is left as it is"
-            refusals.append(Refusal("LN205", op.name, best, remedy))
+        misses[op.name] = best
         return None
     return None
 

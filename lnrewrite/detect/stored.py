@@ -69,12 +69,12 @@ def _spread(graph: OpGraph, name: str, inverse: bool) -> tuple[str, float] | Non
 
 
 def dynamic_tanh(graph: OpGraph, op: Op) -> Found | None:
-    """Return gamma * tanh(a x) for a parameter a of one number; a tanh without a gain behind it is an activation."""
+    """Return gamma * tanh(a x) for a stored number a; a tanh without a gain behind it is an activation."""
     inner = graph[op.data[0]] if op.data else op
-    if inner.kind != "mul" or len(inner.data) != 2:
+    if inner.kind != "mul" or len(inner.inputs) != 2:
         return None
     value = next((n for n in inner.data if n not in graph.constant), None)
-    by = next((n for n in inner.data if graph.is_scalar(n) and parameter_behind(graph, n)), None)
+    by = next((n for n in inner.inputs if graph.is_scalar(n)), None)
     users = graph.users[op.name]
     while len(users) == 1 and users[0] != "output" and graph[users[0]].kind in CASTS:
         users = graph.users[users[0]]
