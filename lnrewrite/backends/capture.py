@@ -203,8 +203,11 @@ def _any_way(
         return unlift(export(module, args, kwargs, dynamic_shapes=shapes, **kept), names, frozen)
 
     def on_path(shapes: Any) -> CapturedModule:
-        with reads.replay():
-            captured = trace(shapes)
+        def replayed(*given: Any, **how: Any) -> ExportedProgram:
+            with reads.replay():
+                return torch.export.export(*given, **how)
+
+        captured = trace(shapes, replayed)
         drop_settled(captured)
         return captured
 

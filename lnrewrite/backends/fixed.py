@@ -48,7 +48,9 @@ class Reads(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.read(READS[func], args[0], _line()) if func in READS else func(*args, **(kwargs or {}))
+        if func not in READS or not isinstance(args[0], torch.Tensor):
+            return func(*args, **(kwargs or {}))
+        return self.read(READS[func], args[0], _line())
 
     def read(self, func: Any, tensor: torch.Tensor, where: str) -> Any:
         """Return what a line reads: a single number of floating point as a tensor, which can be followed further."""
@@ -112,13 +114,19 @@ def mark(module: fx.GraphModule, text: str) -> None:
 
 
 def drop_settled(module: fx.GraphModule) -> None:
-    """Drop assertions of what the weights alone decide."""
+    """Drop assertions of what the weights alone decide; what the sizes of inputs decide is asserted, and no choice."""
     varies: set[fx.Node] = set()
+    by_data: set[fx.Node] = set()
     for node in module.graph.nodes:
-        if node.op == "placeholder" or any(source in varies for source in node.all_input_nodes):
-            varies.add(node)
-        elif _is_fixed(node):
+        for found in (varies, by_data):
+            if node.op == "placeholder" or any(source in found for source in node.all_input_nodes):
+                found.add(node)
+        if node.target is torch.ops.aten.sym_size.int:
+            by_data.discard(node)
+        if _is_fixed(node) and node not in varies:
             module.graph.erase_node(node)
+        elif _is_fixed(node) and node not in by_data:
+            node.args = (node.args[0], str(node.args[1]).removeprefix(FIXED))
     module.graph.eliminate_dead_code(lambda node: node.op == "get_attr" or node.is_impure())
     module.recompile()
 

@@ -99,6 +99,10 @@ def by_weights(net: Chooser, h: Tensor) -> Tensor:
     return -h if net.head.weight.sum() > 0 else h
 
 
+def by_size(net: Chooser, h: Tensor) -> Tensor:
+    return -h if torch.ones(h.shape[:2]).bool().all() else h
+
+
 def noisy(net: Chooser, h: Tensor) -> Tensor:
     return h + torch.rand_like(h)
 
@@ -112,6 +116,6 @@ def while_exported(net: Chooser, h: Tensor) -> Tensor:
 
 
 FIXED = (on_mean, on_max, on_item, on_list, on_float, on_numpy, loop, early, first)
-FREE = (kept, scaled, checked, by_weights, noisy)
+FREE = (kept, scaled, checked, by_weights, by_size, noisy)
 NETS = {choice.__name__: partial(Chooser, choice) for choice in (*FIXED, *FREE, erratic, while_exported)}
 mean, number = NETS["on_mean"], NETS["on_float"]
