@@ -35,7 +35,7 @@ Run = Callable[[], object]
 class Timed:
     """Hold a model that is timed: the user's name for it, its file, its inputs, the sizes of its free dimensions.
 
-    `ours` says whether it holds operators of lnrewrite.
+    `ours` says whether it holds operators of lnrewrite, `notes` what was fixed when it was captured.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Timed:
     feed: Mapping[str, np.ndarray]
     sizes: Mapping[str, int]
     ours: bool
+    notes: tuple[str, ...]
 
 
 def bench(
@@ -81,8 +82,9 @@ def bench(
         for each, found in taken.items():
             times[each] += found
             medians[each].append(statistics.median(found))
+    notes = list(dict.fromkeys(note for model in timed for note in model.notes))
     rows = [_row(model, times[i], medians[i], medians[0]) for i, model in enumerate(models)]
-    return {"target": target, "threads": threads, "rounds": rounds, "runs": runs, "models": rows}
+    return {"target": target, "threads": threads, "rounds": rounds, "runs": runs, "models": rows, "notes": notes}
 
 
 def _path(model: str) -> Path:
@@ -108,7 +110,7 @@ def _opened(models: Sequence[str], inputs: Any, seed: int) -> list[Timed]:
             why = f"the inputs of {models[0]} do not fit: {error.why}"
             raise LnrewriteError("LN520", f"model {name!r}", why, "time models that take the same inputs") from error
         sizes = {dim: feed[key].shape[i] for key, axes in dynamic_axes(model).items() for i, dim in axes.items()}
-        timed.append(Timed(name, path, feed, sizes, DOMAIN in model.graph.opset_imports))
+        timed.append(Timed(name, path, feed, sizes, DOMAIN in model.graph.opset_imports, OnnxProgram(model).notes))
     return timed
 
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .backends.capture import evaluating, quiet
 from .backends.captured import CapturedModule
+from .backends.fixed import elsewhere, other_path
 from .diagnostics import LnrewriteError
 from .opgraph import OpGraph
 from .pipeline import Batch, Samples
@@ -69,6 +70,8 @@ def recorder(module: CapturedModule) -> Record:
             with evaluating(module), quiet():
                 interpreter.run(*inputs, enable_io_processing=False)
         except (RuntimeError, IndexError, ValueError) as error:
+            if path := other_path(error):
+                raise elsewhere("calibration data", path) from error
             why = f"the model fails on it: {str(error).partition(chr(10))[0]}"
             raise LnrewriteError("LN022", "calibration data", why, "give data that the model takes") from error
         return interpreter.kept

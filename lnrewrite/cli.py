@@ -14,7 +14,7 @@ from . import __version__
 from .console import Group, show, working
 from .diagnostics import LnrewriteError, UsageError, unknown
 from .healing.command import heal
-from .options import OUT, check_data, feed_of, opened, options, target_of
+from .options import ACCEPT, OUT, check_data, check_paths, feed_of, opened, options, target_of
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline, Result
@@ -105,10 +105,19 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
 @click.option("--optimize", metavar="MODE", help="auto or none: fuse the rest too; default auto for cpu, cuda.")
 @click.option("--fuse", default="ops", show_default=True, help="ops: what ONNX Runtime has; custom: lnrewrite's too.")
 @click.option("--no-verify", is_flag=True, help="Do not run the file against the model. Nothing proves it then.")
+@ACCEPT
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
 @options(model=True)
 def export(
-    model: str, output: str, force: bool, no_verify: bool, as_json: bool, quiet: bool, verbose: bool, **how: Any
+    model: str,
+    output: str,
+    force: bool,
+    no_verify: bool,
+    accept: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    **how: Any,
 ) -> None:
     """Write ONNX with the norm forms that a target runs best, and say why each was chosen."""
     wanted = {name: how.pop(name) for name in ("target", "dtype", "opset", "optimize", "fuse")}
@@ -117,6 +126,7 @@ def export(
         raise UsageError("LN025", output, "export writes ONNX", "name an .onnx file")
     with working(quiet, f"capturing {model}") as say:
         program = opened(model, **how)
+        check_paths(model, program, accept)
         report = program.export(target, force=force, verify=not no_verify, progress=say, **wanted)
     if no_verify:
         click.echo(f"warning: {target} was not verified: nothing shows that it computes what {model} does", err=True)
@@ -253,6 +263,7 @@ def _rewrite(
     calibrate: str | None,
     partial: bool,
     no_verify: bool,
+    accept: bool,
     force: bool,
     as_json: bool,
     quiet: bool,
@@ -268,7 +279,7 @@ def _rewrite(
     onnx = form is Format.ONNX
     if form is Format.TRANSFORMERS and output is not None and Path(output).suffix not in (".pt2", ".onnx"):
         shown = {"as_json": as_json, "quiet": quiet, "preset": preset}
-        told = {"partial": partial, "force": force, "verify": not no_verify}
+        told = {"partial": partial, "force": force, "verify": not no_verify, "accept": accept}
         return _rewrite_folder(model, pipeline, output, calibrate, **told, **shown, **how)
     target = None if output is None else target_of(output, force, ".onnx" if onnx else ".pt2")
     if onnx and target and target.suffix == ".pt2":
@@ -276,6 +287,8 @@ def _rewrite(
     check_data(calibrate)
     with working(quiet, f"capturing {model}") as say:
         program = opened(model, **how)
+        if target:
+            check_paths(model, program, accept)
         if calibrate is not None:
             say(f"reading {calibrate}")
         data = feed_of(calibrate, how["seed"])(program)
@@ -298,8 +311,7 @@ def _rewrite(
             result.program.save(target, force=force)
     if no_verify:
         click.echo(f"warning: nothing shows that {target or 'the result'} computes what {model} does", err=True)
-    notes = "".join(f"\nnote: {note}" for note in program.notes)
-    _tell(pipeline, report, notes + ("" if target else "\n\ndry run: nothing was written"), as_json, quiet)
+    _tell(pipeline, report, "" if target else "\n\ndry run: nothing was written", as_json, quiet)
     return 3 if report.refusals and partial and not preset else 0
 
 
@@ -312,6 +324,7 @@ def _rewrite_folder(
     partial: bool,
     force: bool,
     verify: bool,
+    accept: bool,
     preset: bool,
     as_json: bool,
     quiet: bool,
@@ -336,6 +349,7 @@ def _rewrite_folder(
             partial=partial or preset,
             force=force,
             verify=verify,
+            check=lambda report: check_paths(model, report, accept),
             inputs=inputs,
             progress=say,
             **how,

@@ -312,6 +312,15 @@ page(
     """The model came from an ONNX file: it can be run, rewritten and written as ONNX, but not trained or saved as .pt2.
      Start from the PyTorch model for that.""",
 )
+page(
+    "LN033",
+    "path fixed by data",
+    """The model chooses what it computes by looking at its data (an `if`, a loop or a number read out of a tensor), or
+     differs from what was captured of it in another way; a captured program follows one path, that of its example
+     inputs, and fails on inputs that take another. convert, opt, export and heal write such a model only with
+     --accept-fixed-paths. Better: choose by torch.where or torch.cond. Data given must take the captured path;
+     --input captures another.""",
+)
 # LN5xx: export and bench
 page(
     "LN403",

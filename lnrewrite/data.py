@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backends.fixed import elsewhere, other_path
 from .diagnostics import LnrewriteError, did_you_mean
 from .inputs import random_tensor, read_tensors
 from .open import import_object
@@ -114,6 +115,8 @@ def calibration_for(program: Any, data: str, seed: int = 0) -> list[Batch]:
         with torch.no_grad():
             program.module()(**batches[0])
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+        if path := other_path(error):
+            raise elsewhere(f"data {data!r}", path) from error
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batches[0].items())
         why = f"the model fails on {shapes}: {str(error).partition(chr(10))[0]}"
         raise bad(data, why, "give inputs that the model takes, no longer than its context") from error

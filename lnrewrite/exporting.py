@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import tempfile
@@ -84,10 +85,11 @@ def export(
     bound = TOLERANCE["fp16" if held_in_half(program) and dtype == "fp32" else dtype]
     say("translating to ONNX")
     model = program.to_onnx(opset)
-    left, notes = raised(model, program.network), list[str]()
+    left, notes = raised(model, program.network), list(program.notes)
     if optimize == "auto":
         say("fusing the rest of the graph")
-        model, notes = optimise(model, target, lambda made: wrong(program, made, bound))
+        model, more = optimise(model, target, lambda made: wrong(program, made, bound))
+        notes += more
     if dtype != "fp32":
         notes += lower_precision(model, dtype)
     say(f"choosing norm forms for {target}")
@@ -101,11 +103,13 @@ def export(
     if target == "cuda" and (lacking := off_cuda(model)):
         notes.append(f"ONNX Runtime has no CUDA kernel for {lacking}: they run on the CPU, copies around them")
     stamp(model, version=__version__, target=target, dtype=dtype)
+    if program.fixed_paths:
+        stamp(model, fixed_paths=json.dumps(program.fixed_paths))
     found = put(model, output, program if verify else None, bound, say)
     placement = program.network.placement
     return Report(
         "", Exactness.ALGEBRAIC, (), placement, placement, notes=tuple(notes), output=str(output),
-        norms=(*rows, *left), proof=found,
+        fixed_paths=program.fixed_paths, norms=(*rows, *left), proof=found,
     )  # fmt: skip
 
 

@@ -69,9 +69,7 @@ class StoredProgram(Program):
         """Say no: nothing is run on the weights, so that no drift is measured."""
         return False
 
-    def apply(
-        self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
-    ) -> tuple[Self, int]:
+    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:
         """Carry the structure's edits out on a copy, and note those of the weights."""
         module, store = copy.deepcopy(self._capture.module), self.store.fork()
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
@@ -95,6 +93,7 @@ def rewrite_folder(
     inputs: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
     verify: bool = True,
+    check: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Run a pipeline on a transformers checkpoint folder and write a folder: shards, config, tokenizer, all of it.
 
@@ -102,7 +101,8 @@ def rewrite_folder(
     time. Else the model is loaded and rewritten in place (see `rewrite`), and what was written is loaded again and
     compared. A result that is no architecture of transformers' own gets a modeling file: it needs
     `trust_remote_code=True` to load, and not lnrewrite. `calibrate` gives batches for the captured program, `inputs`
-    are `--input` specifications; `verify`: false leaves out the proof of exact passes. Written whole or not at all.
+    are `--input` specifications; `verify`: false leaves out the proof of exact passes; `check` may raise, looking
+    at the report, before anything is written. Written whole or not at all.
     Raises Refused, LnrewriteError LN025, LN310, LN313, and what opening the folder raises.
     """
     form, say = identify(model), progress or (lambda message: None)
@@ -115,6 +115,7 @@ def rewrite_folder(
         say(f"loading {model}")
         load = functools.partial(open_module, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
         done = _loaded(form, load, pipeline, calibrate, data, partial, seed, inputs, say, verify)
+    check(done.report)
     with whole(target) as folder:
         write_folder(folder, form.path, done, str(pipeline), say)
         say("checking what was written")

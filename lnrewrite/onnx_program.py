@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -55,7 +56,7 @@ class OnnxProgram(Seen):
         done: tuple[str, ...] = (),
         file: tuple[Path, str] | None = None,
     ) -> None:
-        self.model, self.style, self.done, self.notes = model, style, done, ()
+        self.model, self.style, self.done = model, style, done
         self._given, self._file = given, file
 
     @classmethod
@@ -66,6 +67,11 @@ class OnnxProgram(Seen):
         plain = any(n.op_type == "SimplifiedLayerNormalization" for n in model.graph)
         style = "cuda" if split(model) else "as it is" if plain else "generic"
         return cls(model, style=style, given=_named(model, inputs, seed), file=(path, name))
+
+    @property
+    def fixed_paths(self) -> tuple[str, ...]:
+        """Return what was fixed in the torch model that this one was exported from."""
+        return tuple(json.loads(self.model.metadata_props.get("lnrewrite.fixed_paths", "[]")))
 
     @cached_property
     def kernels(self) -> OnnxModule | None:
@@ -151,9 +157,7 @@ class OnnxProgram(Seen):
         """Say whether initializers are stored in float16, so that edits are rounded (the CPU does not run bfloat16)."""
         return any(v.dtype == ir.DataType.FLOAT16 for v in self.model.graph.initializers.values())
 
-    def apply(
-        self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
-    ) -> tuple[Self, int]:
+    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:
         """Carry edits out on a copy, weights lazily, and return it with their number; a copy costs nothing to save."""
         model = self.model.clone()
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .onnx_program import OnnxProgram
     from .pipeline import Batch
     from .program import Program
+    from .report import Report
 
 OUT = "What to write: .pt2, .onnx, or of a checkpoint folder a folder."
 
@@ -45,6 +46,7 @@ def options(*, model: bool = False, writes: bool = False) -> Callable[[Any], Any
             ]
         if writes:
             options += [
+                ACCEPT,
                 click.option(
                     "--calibrate", metavar="DATA", help=".npz .npy .pt .safetensors .txt or pkg.module:iterable."
                 ),
@@ -57,6 +59,19 @@ def options(*, model: bool = False, writes: bool = False) -> Callable[[Any], Any
         return function
 
     return add
+
+
+ACCEPT = click.option(
+    "--accept-fixed-paths", "accept", is_flag=True, help="Write a model that chooses by its data on one path."
+)
+
+
+def check_paths(model: str, program: Program | OnnxProgram | Report, accept: bool) -> None:
+    """Raise LN033 where a capture fixed what the model chooses by its data, and nobody said that this will do."""
+    if program.fixed_paths and not accept:
+        why = f"it chooses its path by its data, and the capture follows one: {program.fixed_paths[0]}"
+        remedy = "give --accept-fixed-paths if inputs that take another path never come, or use torch.where"
+        raise LnrewriteError("LN033", f"model {model!r}", why, remedy)
 
 
 def opened(model: str, inputs: tuple[str, ...], device: str, **how: Any) -> Program | OnnxProgram:

@@ -128,13 +128,21 @@ class Model(Protocol):
     @property
     def network(self) -> Network: ...
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a user should know about how the model was opened and captured."""
+        ...
+
+    @property
+    def fixed_paths(self) -> tuple[str, ...]:
+        """Return what the capture fixed that the model chooses by its data."""
+        ...
+
+    @property
     def narrow(self) -> bool:
         """Say whether weights are stored in fewer than 32 bits, so that edits are rounded."""
         ...
 
-    def apply(
-        self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
-    ) -> tuple[Self, int]:
+    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:
         """Carry the edits out and return the new program with their number; `consume` may use this one up."""
         ...
 
@@ -281,7 +289,14 @@ class Pipeline:
             refusals=tuple(r for d in done for r in d.refusals),
             not_applicable=tuple(row for d in done for row in d.skipped),
             sites=tuple(row for d in done for row in d.expected),
-            notes=(*_blind(before), *_unproved(done), *_rounding(exactness, drift), *feed.notes(drift)),
+            notes=(
+                *feed.program.notes,
+                *_blind(before),
+                *_unproved(done),
+                *_rounding(exactness, drift),
+                *feed.notes(drift),
+            ),
+            fixed_paths=feed.program.fixed_paths,
         )
 
 
@@ -352,14 +367,20 @@ class _Feed:
         """Say in plain words what the figures of this run rest on."""
         notes = []
         if self.given is None and "batches" in vars(self):
+            chosen = ", of which those that take the captured path," if self.program.fixed_paths else ""
             notes.append(
-                "no calibration data were given, so gains and drift rest on synthetic inputs and may be far from "
-                "what real inputs give; give real ones with --calibrate DATA (calibrate=...)"
+                f"no calibration data were given, so gains and drift rest on synthetic inputs{chosen} and may be far "
+                "from what real inputs give; give real ones with --calibrate DATA (calibrate=...)"
             )
         if drift and (drift["relative_error"] or 0) > LARGE:
             notes.append(
                 f"the outputs moved by {drift['relative_error']:.0%}: constants stand where the model has one scalar "
                 "for each token; heal the result by a short training on real data before use"
+            )
+        if drift and drift.get("off_path"):
+            notes.append(
+                f"on {drift['off_path']} more batches the result takes another path than was captured, and fails; "
+                "they are not in the drift"
             )
         if drift and not drift["held_out"]:
             notes.append("there was one batch only, so the drift was measured on the data of the fit; give two or more")

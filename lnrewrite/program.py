@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from . import calibration
 from .backends.capture import Capture, capture_module, export_again, from_program, quiet
 from .backends.captured import Called, CapturedModule, stored, with_plain_outputs
+from .backends.fixed import fixed_paths
 from .backends.fx_editor import FxEditor
 from .backends.lift import lift
 from .backends.surgery import Surgery
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 
     from .onnx_program import OnnxProgram
 
+TRIED = 32
+"""How many batches are made up where some take another path than the captured one."""
+
 
 class Program(Seen):
     """Hold a captured model: its graph with parameters, example inputs, and the picture that detection makes of it.
@@ -47,13 +52,13 @@ class Program(Seen):
     """
 
     def __init__(self, capture: Capture, *, format: str = "module", tokenizer: str | None = None) -> None:
-        self._capture = capture
+        self._capture, self.told = capture, capture.notes
         self.format, self.tokenizer = format, tokenizer
 
     @property
-    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Return what a user should know about the capture."""
-        return self._capture.notes
+    def fixed_paths(self) -> tuple[str, ...]:
+        """Return what the capture fixed that the module itself chooses by its data; the graph asserts each."""
+        return fixed_paths(self._capture.module.graph)
 
     @property
     def calls(self) -> tuple[Called, ...]:
@@ -110,6 +115,8 @@ class Program(Seen):
             raise LnrewriteError("LN026", "calibration", why, "load its weights first, or run exact passes only")
         example = {k: v for k, v in self.example_inputs().items() if isinstance(v, torch.Tensor)}
         limits = self.id_limits()
+        if self.fixed_paths:
+            return self._on_path(synthetic(example, limits, batches=TRIED, seed=seed))
         found = list(synthetic(example, limits, batches=8, seed=seed))
         if any(not v.is_floating_point() and n not in limits for n, v in example.items()):
             try:
@@ -118,9 +125,27 @@ class Program(Seen):
                 return list(synthetic(example, limits, batches=8, seed=seed, keep=True))
         return found
 
+    def _on_path(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return the first eight batches that take the captured path. Raises LnrewriteError LN033 where none does."""
+        found: list[Batch] = []
+        for batch in batches:
+            try:
+                self._record(batch, ())
+            except LnrewriteError as error:
+                if error.code != "LN033":
+                    raise
+                other = error
+            else:
+                found.append(batch)
+            if len(found) == 8:
+                break
+        if not found:
+            raise LnrewriteError("LN033", "made-up inputs", f"in {len(batches)} draws {other.why}", other.remedy)
+        return found
+
     def at_other_sizes(self, seed: int) -> Sequence[Batch]:
         """Make up a batch with one row more and one token less, where the model takes that; else none."""
-        batch = dict(self.synthetic(seed)[1])
+        batch = dict(self.synthetic(seed)[-1])
         for name, axes in self.dynamic_axes().items():
             for axis in axes:
                 size = batch[name].shape[axis]
@@ -144,8 +169,7 @@ class Program(Seen):
         """Return what this program computes in float64 on made-up inputs, of two sizes where it takes two."""
         if any(p.is_meta for p in self._capture.module.parameters()):
             return None
-        made_up = [next(iter(self.synthetic(seed))), *self.at_other_sizes(seed)]
-        return evidence(self.module(), made_up) or evidence(self.module(), [self.example_inputs()])
+        return evidence(self.module(), self.trials(seed)) or evidence(self.module(), [self.example_inputs()])
 
     def away(self, evidence: Evidence) -> float:
         """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
@@ -156,9 +180,7 @@ class Program(Seen):
         """Say whether parameters are stored in fewer than 32 bits, so that edits are rounded."""
         return any(p.dtype in (torch.float16, torch.bfloat16) for p in self._capture.module.parameters())
 
-    def apply(
-        self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
-    ) -> tuple[Self, int]:
+    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:
         """Carry edits out on a copy and return it with their number; `consume` uses this program up instead."""
         module = self._capture.module
         if not consume:
@@ -217,6 +239,8 @@ def capture(
     """Capture a live module, or an earlier `program.module()`, with example inputs.
 
     dynamic_shapes as torch.export takes it; None: batch and sequence stay dynamic where a run at a second size agrees.
+    A module that chooses its path by its data is captured on the path of these inputs, which the program asserts: see
+    `Program.fixed_paths`. What was captured is compared with the module on other inputs.
     Raises LnrewriteError LN023 where the module cannot be exported, LN024 where a parameter is NaN or infinite.
     """
     if not isinstance(module, nn.Module):
@@ -316,16 +340,17 @@ def convert(
 
     to: pre, post, peri, output or none. norm: auto, layer or rms for inserted norms. calibrate: batches (dicts of
     keyword inputs or tuples); None uses synthetic inputs. live: return a rewritten copy of the module itself instead of
-    its captured graph, as `rewrite` makes it in place. Raises Refused where a block cannot be converted.
+    its captured graph, as `rewrite` makes it in place. Warns where the graph follows one path of a module that chooses
+    by its data. Raises Refused where a block cannot be converted.
     """
     if live:
         from .live import rewrite
 
         module = copy.deepcopy(module)
         text = placing(to, norm, blocks)
-        rewrite(
-            module, text, args=args, kwargs=kwargs, calibrate=calibrate, partial=partial, seed=seed, undo=False
-        )
+        rewrite(module, text, args=args, kwargs=kwargs, calibrate=calibrate, partial=partial, seed=seed, undo=False)
         return module
-    pipeline = Pipeline.parse(placing(to, norm, blocks))
-    return pipeline.run(capture(module, args, kwargs), calibrate, partial, seed).program.module()
+    program = capture(module, args, kwargs)
+    for path in program.fixed_paths:
+        warnings.warn(f"captured on one path, that of the example inputs: {path}", stacklevel=2)
+    return Pipeline.parse(placing(to, norm, blocks)).run(program, calibrate, partial, seed).program.module()

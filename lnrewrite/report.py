@@ -88,7 +88,8 @@ class Report:
     """Hold all that is known of one run of a pipeline; `str()` is for people, `to_dict()` for programs.
 
     `drift` compares the outputs before and after on sample data (None where the rewrite claims to be exact); `notes`
-    are plain sentences about what the figures rest on; `output` is the path written, if any. An export adds `norms`,
+    are plain sentences about what the figures rest on; `output` is the path written, if any; `fixed_paths` what
+    a capture fixed that the model chooses by its data (the notes say so). An export adds `norms`,
     one row for each, and `proof`, the object of `verify --json` for the file against its source.
     """
 
@@ -103,6 +104,7 @@ class Report:
     sites: tuple[Expected, ...] = ()
     notes: tuple[str, ...] = ()
     output: str | None = None
+    fixed_paths: tuple[str, ...] = ()
     norms: tuple[Form, ...] | None = None
     proof: Mapping[str, Any] | None = None
 
@@ -127,6 +129,7 @@ class Report:
             "refusals": [refusal.to_dict() for refusal in self.refusals],
             "not_applicable": [row.to_dict() for row in self.not_applicable],
             "notes": list(self.notes),
+            "fixed_paths": list(self.fixed_paths),
             **exported,
         }
 

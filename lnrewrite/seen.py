@@ -21,7 +21,17 @@ class Seen(ABC):
     """See a model as a graph; a subclass says what the graph is, what its parameters hold, and how it runs."""
 
     format: str
-    notes: tuple[str, ...]
+    told: tuple[str, ...] = ()
+
+    @property
+    @abstractmethod
+    def fixed_paths(self) -> tuple[str, ...]:
+        """Return what a capture fixed that the model itself chooses by its data: the line, its place, what it read."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a user should know about how the model was opened and captured."""
+        return (*self.told, *(f"captured on one path, that of the example inputs: {path}" for path in self.fixed_paths))
 
     @abstractmethod
     def _lift(self) -> OpGraph: ...
@@ -83,6 +93,27 @@ class Seen(ABC):
             return affine(self.graph, start, end, self.values)
         except Unknown as why:
             raise LnrewriteError("LN105", end, f"{why} has no rule here", "leave it as it is") from why
+
+    @abstractmethod
+    def synthetic(self, seed: int) -> Sequence[Batch]:
+        """Make up batches of inputs that the model accepts. Raises LN033 where none takes the captured path."""
+
+    @abstractmethod
+    def at_other_sizes(self, seed: int) -> Sequence[Batch]:
+        """Make up batches of other sizes than the example inputs, where the model takes such."""
+
+    @abstractmethod
+    def example_inputs(self) -> dict[str, Any]:
+        """Return inputs that the model accepts, by name."""
+
+    def trials(self, seed: int) -> Sequence[Batch]:
+        """Return inputs to compare by: made up, of two sizes; the example inputs where those take another path."""
+        try:
+            return [next(iter(self.synthetic(seed))), *self.at_other_sizes(seed)]
+        except LnrewriteError as error:
+            if error.code != "LN033":
+                raise
+            return [self.example_inputs()]
 
     def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
         """Run the model on the batches and return what each block saw and did, [tokens, width] each."""

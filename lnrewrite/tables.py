@@ -48,7 +48,8 @@ def timings(found: Mapping[str, Any]) -> str:
         rows.append((_shortened(row["path"]), *times, *(f"{ratio[key]:.3f}" for key in ("median", "p10", "p90"))))
     wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = ((c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, wide, strict=True))) for r in rows)
-    return "\n".join([*wrapped([f"{head}, interleaved"]), "", *("  ".join(row) for row in cells)])
+    notes = (f"note: {note}" for note in found["notes"])
+    return "\n".join([*wrapped([f"{head}, interleaved"]), "", *("  ".join(row) for row in cells), *wrapped(notes)])
 
 
 def drawing(block: Block) -> str:
@@ -188,9 +189,10 @@ def comparison(found: Mapping[str, Any]) -> str:
     shapes = ", ".join(str(s) for s in found["shapes_tried"])
     kernels = found.get("kernels")
     more = f"\nlnrewrite's kernels: {kernels['verdict']}, relative {kernels['max_rel']:.3g}" if kernels else ""
+    notes = "".join(f"\nnote: {note}" for note in found["notes"])
     return (
         f"{found['verdict']}: max |a - b| = {found['max_abs']:.3g}, relative {found['max_rel']:.3g}, "
-        f"cosine {found['cosine']:.9g}\nin {found['dtype']}, on inputs of shape {shapes}{more}"
+        f"cosine {found['cosine']:.9g}\nin {found['dtype']}, on inputs of shape {shapes}{more}{notes}"
     )
 
 

@@ -12,7 +12,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .backends.capture import evaluating, quiet
-from .backends.widened import LOW, in_float64
+from .backends.fixed import elsewhere, other_path
+from .backends.widened import Float64, in_float64
 from .diagnostics import LnrewriteError, UsageError, did_you_mean
 from .pipeline import Batch
 from .plan import Exactness
@@ -33,19 +34,6 @@ HALF = 2e-2
 """The largest relative error between two ways to compute a model in float16 or bfloat16."""
 
 
-class Float64(torch.overrides.TorchFunctionMode):
-    """Let casts to lower precision inside a model go to float64 instead: libraries cast inside norms and softmax."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
-            func = torch.Tensor.double
-
-        def up(value: Any) -> Any:
-            return torch.float64 if any(value is low for low in LOW) else value
-
-        return func(*map(up, args), **{k: up(v) for k, v in (kwargs or {}).items()})
-
-
 def verify(
     a: Any, b: Any, *, tolerance: str | float | None = None, seed: int = 0, inputs: Sequence[Batch] | None = None
 ) -> dict[str, Any]:
@@ -56,8 +44,8 @@ def verify(
     torch and ONNX, where constants were rounded to float32. A file with operators of lnrewrite is compared by their
     definitions; where their kernels are built, `kernels` says how far those are from them, as written. Returns the
     object of `verify --json`: verdict `equal` (bit by bit), `within` (the tolerance) or `different`, max_abs, max_rel
-    (max |a - b| / max |a|), cosine, shapes_tried, dtype (float32 where ONNX Runtime lacks a kernel for float64). Raises
-    LnrewriteError LN402 where the two cannot be compared.
+    (max |a - b| / max |a|), cosine, shapes_tried, dtype (float32 where ONNX Runtime lacks a kernel for float64), notes
+    on the two programs. Raises LnrewriteError LN402 where the two cannot be compared.
     """
     check_tolerance(tolerance)
     batches = list(inputs) if inputs is not None else _batches(a, seed)
@@ -72,6 +60,7 @@ def verify(
             found["kernels"] = _compared(program.module(), kernels, batches, allowed, "as written")
             if found["kernels"]["verdict"] == "different":
                 found["verdict"] = "different"
+    found["notes"] = list(dict.fromkeys(note for program in (a, b) for note in getattr(program, "notes", ())))
     return found
 
 
@@ -145,7 +134,7 @@ def _batches(program: Any, seed: int) -> list[Batch]:
     """Return made-up inputs at the program's own size and, where it is dynamic, at others."""
     if not hasattr(program, "synthetic"):
         raise _incomparable("a bare module says nothing of its inputs; give inputs=[...]")
-    return [next(iter(program.synthetic(seed))), *program.at_other_sizes(seed)]
+    return list(program.trials(seed))
 
 
 def _precision(module: torch.nn.Module) -> str:
@@ -192,14 +181,21 @@ def drift(a: torch.nn.Module, b: torch.nn.Module, batches: Sequence[Batch], held
     """Measure how far b's outputs are from a's on the batches: the `drift` object of a report, but for `data`.
 
     relative_error = |a - b| / |a| and cosine over all floating point outputs together; for logits also kl (nats per
-    row, a against b) and top1_agreement, else null.
+    row, a against b) and top1_agreement, else null. Batches on which b takes another path than was captured are left
+    out and counted as off_path. Raises LnrewriteError LN033 where all are.
     """
     sums = torch.zeros(4, dtype=torch.float64)
-    kl, agree, rows = 0.0, 0, 0
+    kl, agree, rows, off = 0.0, 0, 0, list[str]()
     with _running(a, b):
         for batch in batches:
             one = a(**batch) if isinstance(batch, Mapping) else a(*batch)
-            two = b(**batch) if isinstance(batch, Mapping) else b(*batch)
+            try:
+                two = b(**batch) if isinstance(batch, Mapping) else b(*batch)
+            except RuntimeError as error:
+                if not (path := other_path(error)):
+                    raise
+                off.append(path)
+                continue
             for x, y in zip(_floats(one), _floats(two), strict=True):
                 sums += torch.stack([((x - y) ** 2).sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()])
             p, q = logits(one), logits(two)
@@ -209,10 +205,13 @@ def drift(a: torch.nn.Module, b: torch.nn.Module, batches: Sequence[Batch], held
                 kl += (lp.exp() * (lp - lq)).sum().item()
                 agree += int((p.argmax(-1) == q.argmax(-1)).sum())
                 rows += len(p)
+    if len(off) == len(batches):
+        raise elsewhere("the result", off[0])
     difference, aa, ab, bb = sums.tolist()
     return {
         "held_out": held_out,
-        "samples": len(batches),
+        "samples": len(batches) - len(off),
+        **({"off_path": len(off)} if off else {}),
         "relative_error": (difference / aa) ** 0.5 if aa else None,
         "cosine": ab / (aa * bb) ** 0.5 if aa and bb else None,
         "kl": kl / rows if rows else None,

@@ -173,7 +173,7 @@ def test_convert_writes_what_verify_compares() -> None:
     assert ok("verify", TINY, "peri.pt2", "--tolerance", "calibrated", "-q").stdout == "within\n"
     found = json.loads(ok("verify", TINY, "peri.pt2", "--json", code=4).stdout)
     assert found["verdict"] == "different"
-    assert set(found) == {"verdict", "max_abs", "max_rel", "cosine", "shapes_tried", "dtype"}
+    assert set(found) == {"verdict", "max_abs", "max_rel", "cosine", "shapes_tried", "dtype", "notes"}
 
 
 def test_opt_runs_presets_and_dry_runs() -> None:

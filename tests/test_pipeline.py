@@ -217,6 +217,7 @@ class Machine:
     log: list[str]
 
     narrow = False
+    notes = fixed_paths = ()
 
     def apply(
         self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False

@@ -7,7 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,11 @@ from torch.utils import _pytree as pytree
 
 from ..diagnostics import LnrewriteError
 from .captured import CapturedModule, unlift
+from .checked import check, others, run
+from .fixed import drop_settled, fixed_paths, mark, other_path, read_by
 
 TANGLED = 300
+CHOSEN = "what torch.export found at the example inputs"
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,11 @@ def capture_module(
 
     dynamic_shapes as torch.export takes it; None lets batch and sequence be dynamic where a run at a second size
     agrees with the module. `children` chooses, by args and kwargs, the submodules of whose calls it is kept what
-    entered and left them. Raises LnrewriteError LN023 where torch.export and draft_export both fail.
+    entered and left them. Raises LnrewriteError LN023 where torch.export and draft_export both fail, or
+    what they make is not what the module computes on these inputs.
     """
     notes: list[str] = []
     positional, keywords = tuple(args), dict(kwargs or {})
-    names = _names(module)
     takes = _parameters(module)
     if "use_cache" in takes and "use_cache" not in keywords:
         keywords["use_cache"] = False
@@ -59,18 +62,20 @@ def capture_module(
     positional, keywords = pytree.tree_map_only(torch.Tensor, _apart(), (positional, keywords))
     kept_calls = tuple(children(positional, keywords)) if children else ()
     with evaluating(module), quiet():
-        if dynamic_shapes is None:
-            captured = _dynamic(module, names, positional, keywords, notes, kept_calls)
-        else:
-            program = _export(module, positional, keywords, dynamic_shapes, notes, kept_calls)
-            captured = unlift(program, names, _frozen(module))
-    dims = tuple(sorted({str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}))
+
+        def made(trace: Trace) -> CapturedModule:
+            given = dynamic_shapes is not None
+            return trace(dynamic_shapes) if given else _dynamic(module, positional, keywords, notes, trace)
+
+        captured = _any_way(module, positional, keywords, kept_calls, made)
+        if fixed_paths(captured.graph) or not _symbols(captured) or dynamic_shapes is not None:
+            notes += check(module, captured, positional, keywords)  # `holds` has compared the others
     s = captured.signature
     given = {**dict(zip(s.names, positional, strict=False)), **keywords}
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
     if module.training:
         captured.train()
-    return Capture(captured, *kept, tuple(notes), dims)
+    return Capture(captured, *kept, tuple(notes), tuple(sorted(_symbols(captured))))
 
 
 def from_program(program: ExportedProgram) -> Capture:
@@ -80,10 +85,12 @@ def from_program(program: ExportedProgram) -> Capture:
     names = tuple(signature.forward_arg_names or ()) if signature else ()
     with quiet():
         captured = unlift(program, names)
+        if captured.graph.find_nodes(op="call_function", target=torch.sym_ite):  # a truth value of a tensor was read
+            mark(captured, CHOSEN)
     s = captured.signature
     given = {**dict(zip(s.names, args, strict=False)), **kwargs}
-    dims = tuple(sorted({str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}))
-    return Capture(captured, tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}, (), dims)
+    kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
+    return Capture(captured, *kept, dynamic=tuple(sorted(_symbols(captured))))
 
 
 def export_again(module: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
@@ -181,21 +188,43 @@ def _two_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     return twice
 
 
-def _export(
-    module: nn.Module, args: Any, kwargs: Any, shapes: Any, notes: list[str], children: tuple[str, ...]
-) -> ExportedProgram:
-    how: dict[str, Any] = {"dynamic_shapes": shapes, "strict": False, "preserve_module_call_signature": children}
+Trace = Callable[[Any], CapturedModule]
+"""Capture a module with dynamic shapes as torch.export takes them; raises what torch.export raises."""
+
+
+def _any_way(
+    module: nn.Module, args: Any, kwargs: Any, children: tuple[str, ...], made: Callable[[Trace], CapturedModule]
+) -> CapturedModule:
+    """Capture a module as it is, else on the path that its data take, else by draft_export at fixed sizes."""
+    names, frozen = _names(module), _frozen(module)
+
+    def trace(shapes: Any, export: Callable[..., ExportedProgram] = torch.export.export) -> CapturedModule:
+        kept: dict[str, Any] = {"strict": False, "preserve_module_call_signature": children}
+        return unlift(export(module, args, kwargs, dynamic_shapes=shapes, **kept), names, frozen)
+
+    def on_path(shapes: Any) -> CapturedModule:
+        def replayed(*given: Any, **how: Any) -> ExportedProgram:
+            with reads.replay():
+                return torch.export.export(*given, **how)
+
+        captured = trace(shapes, replayed)
+        drop_settled(captured)
+        return captured
+
     try:
-        return torch.export.export(module, args, kwargs, **how)
+        return made(trace)
     except Exception as first:
+        if (reads := read_by(module, args, kwargs)).values:
+            with suppress(Exception):
+                return made(on_path)
         try:
-            program = torch.export.draft_export(module, args, kwargs, **how)
+            captured = trace(None, torch.export.draft_export)
         except Exception:
             why = f"{type(first).__name__}: {first}"
             remedy = "see `lnrewrite explain LN023`; give inputs that take the path you mean"
             raise LnrewriteError("LN023", type(module).__name__, why, remedy) from first
-        notes.append("captured with draft_export: data-dependent paths are fixed as the example inputs take them")
-        return program
+        mark(captured, CHOSEN)
+        return captured
 
 
 def _auto(value: Any) -> Any:
@@ -207,11 +236,10 @@ def _auto(value: Any) -> Any:
 
 def _dynamic(
     module: nn.Module,
-    names: tuple[str, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     notes: list[str],
-    children: tuple[str, ...],
+    trace: Trace,
 ) -> CapturedModule:
     """Export with as many dynamic axes as hold: batch and sequence, batch alone, none."""
     every = pytree.tree_map(_auto, (args, kwargs))
@@ -221,67 +249,58 @@ def _dynamic(
         batch,
         is_leaf=lambda v: isinstance(v, dict) and bool(v) and all(isinstance(k, int) for k in v),
     )
-    attempts = (("", every), ("the sequence length is fixed", batch), ("batch and sequence length are fixed", None))
     why = "the model did not run, or differed, at a second size"
-    for note, spec in attempts:
-        shapes = None if spec is None else (*spec[0], *spec[1].values())
+    for note, spec in (("", every), ("the sequence length is fixed", batch)):
         try:
-            how: dict[str, Any] = {"strict": False, "preserve_module_call_signature": children}
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, **how)
+            captured = trace((*spec[0], *spec[1].values()))
         except Exception:
-            if spec is None:
-                break
             continue
-        if spec is every and (formulas := _tangled(program)) > TANGLED:
+        if spec is every and (formulas := _tangled(captured)) > TANGLED:
             why = f"{formulas} shapes depend on it by remainders, too many to follow"
             continue
-        captured = unlift(program, names, _frozen(module))
-        if spec is None or holds(module, captured, args, kwargs):
+        if holds(module, captured, args, kwargs):
             if note:
                 notes.append(f"{note}: {why}")
             return captured
-    captured = unlift(_export(module, args, kwargs, None, notes, children), names, _frozen(module))
-    if not any(t.is_meta for t in module.parameters()):
-        try:
-            captured(*args, **kwargs)
-        except Exception as error:
-            why = f"what was captured fails on its own example inputs: {str(error).partition(chr(10))[0]}"
-            remedy = "see `lnrewrite explain LN023`; give inputs that take the path you mean"
-            raise LnrewriteError("LN023", type(module).__name__, why, remedy) from error
+    captured = trace(None)
+    notes.append(f"batch and sequence length are fixed: {why}")
     return captured
 
 
-def _tangled(program: ExportedProgram) -> int:
+def _tangled(captured: CapturedModule) -> int:
     """Count the values whose shapes are computed by remainders of a dynamic size: padding to chunks in unrolled loops.
 
     Each costs torch.export some 20 ms: two layers of a chunked linear attention take a minute.
     """
-    shapes = [getattr(n.meta.get("val"), "shape", ()) for n in program.graph.nodes]
+    shapes = [getattr(n.meta.get("val"), "shape", ()) for n in captured.graph.nodes]
     return sum(any("Mod(" in str(d) for d in shape) for shape in shapes)
 
 
 def holds(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Run both at a second size of every dynamic axis and say whether they agree."""
-    symbols = {str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}
-    if not symbols or any(t.is_meta for t in module.parameters()):
+    """Run both at a second size of every dynamic axis, on other values where it takes them; say whether they agree."""
+    if not _symbols(captured) or any(t.is_meta for t in module.parameters()):
         return True
-    for other in (lambda n: n - 1, lambda n: 2 * n):
-        try:
-            more = _resized(captured, args, kwargs, other)
-            want = module(*more[0], **more[1])
-        except Exception:
-            continue
-        try:
-            got = captured(*more[0], **more[1])
-        except Exception:
-            return False
-        pairs = zip(_tensors(want), _tensors(got), strict=True)
-        return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs)
+    for size in (lambda n: n - 1, lambda n: 2 * n):
+        same = _resized(captured, args, kwargs, size)
+        for more in (*others(captured, *same, count=1), same):
+            try:
+                want = run(module, *more)
+            except Exception:
+                continue
+            try:
+                got = run(captured, *more)
+            except Exception as error:
+                if other_path(error):
+                    continue
+                return False
+            pairs = zip(want, got, strict=True)
+            return all(a.shape == b.shape and torch.allclose(a, b, 1e-3, 1e-4, equal_nan=True) for a, b in pairs)
     return False
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+def _symbols(captured: CapturedModule) -> set[str]:
+    """Return the names of the sizes that are dynamic."""
+    return {str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}
 
 
 def _resized(captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any], other: Any) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from ..diagnostics import LnrewriteError
 from ..stream import Kind, Norm
 from .capture import export_again, quiet
 from .captured import CapturedModule, register, stored
+from .fixed import ASSERT
 from .lift import lift, parameter_names
 from .onnx_norms import ONES, OPERATORS, SITE
 from .onnx_shapes import infer_shapes
@@ -108,9 +109,7 @@ def attention(
     a mean, not the NaN that would spread. `unhidden` makes it the zero that torch gives.
     """
     if enable_gqa and (times := query.shape[-3] // key.shape[-3]) > 1:
-        key, value = (
-            t.unsqueeze(-3).expand(*t.shape[:-2], times, *t.shape[-2:]).flatten(-4, -3) for t in (key, value)
-        )
+        key, value = (t.unsqueeze(-3).expand(*t.shape[:-2], times, *t.shape[-2:]).flatten(-4, -3) for t in (key, value))
     if is_causal:
         rows, columns = (torch.arange(t.shape[-2], device=t.device) for t in (query, key))
         attn_mask = rows.unsqueeze(-1) >= columns
@@ -151,7 +150,9 @@ class _Semantic:
         self.nodes = {n.name: n for n in self.graph.nodes}
 
     def finish(self) -> CapturedModule:
-        """Drop what the norms were computed with, and return the module in eval mode."""
+        """Drop what the norms were computed with, and assertions, and return the module in eval mode."""
+        for node in self.graph.find_nodes(op="call_function", target=ASSERT):
+            self.graph.erase_node(node)
         self.graph.eliminate_dead_code()
         self.module.recompile()
         return self.module.eval()

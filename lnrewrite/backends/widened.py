@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .captured import CapturedModule
@@ -86,3 +87,12 @@ def in_float64(module: nn.Module) -> nn.Module:
             node.args, node.kwargs = pytree.tree_map(_wide, (node.args, dict(node.kwargs)))
         made.recompile()
     return made
+
+
+class Float64(TorchFunctionMode):
+    """Let casts to lower precision inside a model go to float64 instead: libraries cast inside norms and softmax."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            func = torch.Tensor.double
+        return func(*map(_wide, args), **{k: _wide(v) for k, v in (kwargs or {}).items()})

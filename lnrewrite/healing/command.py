@@ -10,7 +10,7 @@ import click
 
 from ..console import show, working
 from ..diagnostics import LnrewriteError
-from ..options import check_data, check_device, opened, options, target_of
+from ..options import ACCEPT, check_data, check_device, check_paths, opened, options, target_of
 
 
 @click.command()
@@ -41,6 +41,7 @@ from ..options import check_data, check_device, opened, options, target_of
 @click.option("--every", default=100, show_default=True, help="Steps between checkpoints.")
 @click.option("--run", metavar="FOLDER", help="Checkpoints, log.jsonl, loss.html; default OUT.run.")
 @click.option("--resume", is_flag=True, help="Go on where the run in that folder stopped.")
+@ACCEPT
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
 @options(model=True)
 def heal(
@@ -54,6 +55,7 @@ def heal(
     length: int | None,
     run: str | None,
     resume: bool,
+    accept: bool,
     force: bool,
     as_json: bool,
     quiet: bool,
@@ -86,6 +88,7 @@ def heal(
         first = opened(teacher, device="cpu", seed=seed, **given)
         say(f"capturing {student}")
         second = opened(student, device="cpu", seed=seed, **given)
+        check_paths(student, second, accept)
         assert isinstance(first, Program) and isinstance(second, Program)
         folder = run or f"{target}.run"
         places: dict[str, Any] = {"output": target, "held_out": held_out, "length": length, "run": folder}

@@ -196,7 +196,7 @@ class Session:
         task = self.objective.has_task(self.measured[0])
         rows = [inputs_of(batch) for batch in self.measured]
         log = self.snapshots.rows()
-        notes = []
+        notes = list(dict.fromkeys((*self.teacher.notes, *self.student.notes)))
         if not task:
             notes.append("the data hold no targets, so there is no control: the losses are distances to the teacher")
         elif not self.recipe.control:
