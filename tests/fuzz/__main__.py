@@ -65,11 +65,11 @@ def _show(seed: int) -> None:
 
 
 def _shrink(seed: int) -> None:
-    for name, what in sorted(shrinking.kinds(judging.judge(seed))):
-        choices, row = shrinking.shrink(seed, name, what, lambda said: click.echo(said, err=True))
-        click.echo(
-            f"{what} in {name}: {choices}\n  {[why for n, w, why in judging.trouble(row) if (n, w) == (name, what)]}"
-        )
+    for kind, name in shrinking.kinds(judging.judge(seed)).items():
+        choices, row = shrinking.shrink(seed, kind, name, lambda said: click.echo(said, err=True))
+        click.echo(f"{' '.join(kind)} in {name}: {choices}")
+        for line in tables.told(row):
+            click.echo(f"  {line}")
 
 
 if __name__ == "__main__":

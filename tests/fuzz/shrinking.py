@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .choices import Choices
-from .judging import judge, trouble
+from .judging import PIPELINES, judge, trouble
 from .nets import build
 
 
-def kinds(row: dict[str, Any]) -> set[tuple[str, str]]:
-    """Return the troubles of a row without their figures: the pipeline, and what happened."""
-    return {(name, what) for name, what, _ in trouble(row)}
+def kinds(row: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """Return the kinds of trouble of a row, what happened and in which pass, and the shortest pipeline that has it."""
+    found: dict[tuple[str, str], str] = {}
+    for name, what, why in sorted(trouble(row), key=lambda t: len(PIPELINES.get(t[0], ""))):
+        found.setdefault((what, why.partition(" ")[0].partition("{")[0] if what == "caught" else ""), name)
+    return found
 
 
-def shrink(seed: int, name: str, what: str, say: Callable[[str], None]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return a net's choices that are not plain, as few as give the same trouble, and the row that they give."""
+def shrink(
+    seed: int, kind: tuple[str, str], name: str, say: Callable[[str], None]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the choices of a net that are not plain, as few as give a pipeline the same trouble, and its row then."""
     _, choices = build(seed)
     fixed: dict[str, str] = {}
     row = judge(seed, fixed, name)
 
     def still(tried: dict[str, str]) -> dict[str, Any] | None:
         found = judge(seed, tried, name)
-        return found if (name, what) in kinds(found) else None
+        return found if kind in kinds(found) else None
 
     def plainer(names: list[str]) -> None:
         """Make as many of the choices plain as can be, halving where not all can."""
