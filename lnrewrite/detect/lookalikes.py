@@ -21,7 +21,7 @@ from ..opgraph import CASTS, SHAPE, Op, Operand, OpGraph
 from ..plan import Refusal
 from ..stream import Stream
 from .arithmetic import RUN, Array, Unknown, closure, constants, run
-from .edges import is_vector, parameter_behind
+from .edges import parameter_behind
 from .modulation import ACTIVATIONS
 
 SHAPES = CASTS | SHAPE | {"dropout", "where", "masked_fill"}
@@ -159,7 +159,7 @@ def _gained(graph: OpGraph, op: Op) -> str | None:
     """Return the operand that a parameter of one number per channel multiplies."""
     axes = (-1, 1 - len(op.shape or ()))
     for value, gain in (op.data, op.data[::-1]) if op.kind == "mul" and len(op.data) == 2 else ():
-        vector = any(is_vector(graph, gain, graph.width(value, axis), axis) for axis in axes)
+        vector = any(graph.is_channel_vector(gain, graph.width(value, axis), axis) for axis in axes)
         if vector and value not in graph.constant and parameter_behind(graph, gain):
             return value
     return None
