@@ -21,8 +21,9 @@ from .calibration import flat_inputs
 from .pipeline import Batch
 
 Outputs = list[torch.Tensor]
+FLOORS = {torch.float64: 1e-11}
+"""The relative difference that needs no explanation, by the dtype of the weights."""
 FLOOR = 1e-7
-"""The relative difference that needs no explanation."""
 SPREAD = 10.0
 """By how many times what rounding the weights does an exact rewrite may be off."""
 
@@ -63,7 +64,7 @@ def away(module: CapturedModule, wanted: Evidence, read: Read | None = None) -> 
     except Exception:  # what does not run computes nothing
         return math.inf
     error = _apart(wanted.outputs, found)
-    if error <= FLOOR:
+    if error <= max((FLOORS.get(p.dtype, FLOOR) for p in module.parameters()), default=FLOOR):
         return 0.0
     moved = _run(module, wanted.batches[-1], wanted.wide, True, read)
     noise = _apart(found[-1:], [moved])

@@ -58,7 +58,18 @@ class CapturedModule(fx.GraphModule):
                 raise TypeError(f"{name}={value!r:.40} was not captured; {captured}")
         if missing := [n for n in wanted if n not in given]:
             raise TypeError(f"missing input {', '.join(missing)}; {captured}")
+        self.fits(pytree.tree_leaves([given[n] for n in wanted]))
         return super().__call__(*(given[n] for n in s.positional), **{n: given[n] for n in s.keywords})
+
+    def fits(self, values: list[Any]) -> None:
+        """Raise ValueError where an input has another size than the captured one along an axis that is fixed."""
+        for node, value in zip(self.graph.find_nodes(op="placeholder"), values, strict=False):
+            like = node.meta.get("val")
+            if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
+                pairs = zip(like.shape, value.shape, strict=False)
+                if like.dim() != value.dim() or any(isinstance(d, int) and d != n for d, n in pairs):
+                    has, wants = list(value.shape), ", ".join(map(str, like.shape))
+                    raise ValueError(f"{node.name} has shape {has}; the model was captured with [{wants}]")
 
     def train(self, mode: bool = True) -> Self:
         """Switch dropout on or off; warn once where the captured mode cannot follow."""

@@ -127,6 +127,10 @@ class FxEditor:
             return False
         return True
 
+    def holds_value(self, param: str) -> bool:
+        """Return whether there is a parameter or a buffer of that name."""
+        return stored(self.module, param) is not None
+
     def parameter(self, param: str, at: fx.Node) -> fx.Node:
         """Return a node that gets a parameter, right behind `at`."""
         with self.after(at):
@@ -185,10 +189,10 @@ class FxEditor:
 
     def vector(self, name: str | None) -> fx.Node | None:
         """Return a new node that gets a parameter, or the node of that name that computes a vector."""
-        if name is None or not self.has(name):
+        if name is None or not self.holds_value(name):
             return None if name is None else self.nodes[name]
         node = self.graph.get_attr(name)
-        node.meta["val"] = self.module.get_parameter(name).detach()
+        node.meta["val"] = self.tensor(name).detach()
         return node
 
     def flat(self, name: str | None, width: int) -> fx.Node | None:

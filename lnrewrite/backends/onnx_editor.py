@@ -158,6 +158,10 @@ class OnnxEditor:
         """Say whether there is an initializer of that name."""
         return param in self.graph.initializers
 
+    def holds_value(self, param: str) -> bool:
+        """Return what `has` does."""
+        return self.has(param)
+
     def parameter(self, param: str, at: ir.Value) -> ir.Value:
         """Return an initializer's value."""
         return self.graph.initializers[param]

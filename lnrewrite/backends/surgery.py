@@ -83,6 +83,9 @@ class Editor(Protocol[Handle]):
     def has(self, param: str) -> bool:
         """Say whether there is a parameter of that name."""
 
+    def holds_value(self, param: str) -> bool:
+        """Return whether there is a parameter of that name, or stored numbers that nobody trains."""
+
     def read(self, param: str) -> Floats:
         """Return a parameter's present values."""
 
@@ -137,7 +140,7 @@ class Surgery(Generic[Handle]):
             names = [value.param for value in values if isinstance(value, Gain)]
             if isinstance(operation, Normalise):
                 names += [name for name in (operation.norm.gamma, operation.norm.beta) if name]
-            new = [name for name in names if name not in self.gains and self.editor.has(name)]
+            new = [name for name in names if name not in self.gains and self.editor.holds_value(name)]
             self.gains |= {name: self.editor.read(name) for name in new}
 
     def apply(self, stream: Stream, edit: Edit, label: str) -> None:

@@ -86,22 +86,29 @@ def parameter(graph: OpGraph, name: Operand, axis: int) -> tuple[str, int, bool]
             before = moved(graph, op, axis, back=True)
             if before is None:
                 return None
-            axis, name, whole = before, op.inputs[0], whole and op.kind != "gather"
+            every = op.kind != "gather" and _numbers(graph, name) == _numbers(graph, op.data[0])
+            axis, name, whole = before, op.inputs[0], whole and every
         else:
             return None
     return None
 
 
 def parameter_behind(graph: OpGraph, name: Operand) -> str | None:
-    """Return the parameter behind a value, through casts and reshapes."""
+    """Return the parameter that a value holds number by number, through casts and reshapes."""
+    first = name
     while isinstance(name, str):
         op = graph[name]
         if op.kind == "param":
-            return str(op.attrs["param"])
+            return str(op.attrs["param"]) if _numbers(graph, str(first)) == _numbers(graph, name) else None
         if op.kind not in {"cast", "reshape", "expand"}:
             return None
         name = op.inputs[0]
     return None
+
+
+def _numbers(graph: OpGraph, name: str) -> int:
+    """Return how many numbers a value holds, as far as its sizes are known."""
+    return prod(d for d in graph[name].shape or () if isinstance(d, int))
 
 
 def computed(graph: OpGraph) -> Iterator[str]:
@@ -140,12 +147,17 @@ def _linear(graph: OpGraph, op: Op, weight: Operand, axis: int, exact: bool, wri
     return Linear(param, place, named, exact=exact, node=op.name)
 
 
+def _flat(graph: OpGraph, name: Operand) -> bool:
+    """Return whether a weight is one matrix, behind which there is a place for a bias."""
+    return isinstance(name, str) and len(graph[name].shape or ()) < 3
+
+
 def read(graph: OpGraph, op: Op, value: str, axis: int) -> Linear | None:
     """Return the linear map by which `op` contracts `axis` of `value` with a parameter, or None."""
     if op.kind == "linear" and op.inputs[0] == value and axis == -1:
         return _linear(graph, op, op.inputs[1], -1, True)
     if op.kind in PRODUCTS and op.inputs[0] == value and axis == -1:
-        return _linear(graph, op, op.inputs[1], -2, True)
+        return _linear(graph, op, op.inputs[1], -2, _flat(graph, op.inputs[1]))
     if op.kind in PRODUCTS and op.inputs[1] == value and axis == -2:
         return _linear(graph, op, op.inputs[0], -1, False)
     if op.kind == "conv" and op.inputs[0] == value and axis == 1 - len(graph[value].shape or ()):
@@ -163,7 +175,7 @@ def written(graph: OpGraph, op: Op, axis: int, mixing: bool = True) -> Linear | 
     if op.kind == "linear" and axis == -1:
         return _linear(graph, op, op.inputs[1], -2, True, writes=True)
     if op.kind in PRODUCTS and axis == -1:
-        return _linear(graph, op, op.inputs[1], -1, True, writes=True)
+        return _linear(graph, op, op.inputs[1], -1, _flat(graph, op.inputs[1]), writes=True)
     if op.kind in PRODUCTS and axis == -2:
         return _linear(graph, op, op.inputs[0], -2, False, writes=True)
     if op.kind == "conv" and axis == 1 - len(op.shape or ()) and (op.attrs["groups"] == 1 or not mixing):

@@ -32,6 +32,7 @@ class Strange(nn.Module):
         self.up, self.down = (nn.ModuleList(nn.Linear(a, b) for _ in range(4)) for a, b in ((W, H), (H, W)))
         for name, shape in (extra or {}).items():
             setattr(self, name, nn.Parameter(torch.empty(shape)))
+        self.register_buffer("shift", torch.linspace(-1, 1, W))
         self.register_buffer("perm", torch.randperm(W, generator=torch.Generator().manual_seed(0)))
         self.how: dict[str, Callable[..., Any]] = how
 
@@ -137,6 +138,14 @@ STRANGERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "channels repeated": _net(read=lambda n, i, h: F.linear(h.repeat_interleave(2, dim=-1), torch.cat([n.up[i].weight] * 2, -1))),
     "division rounded": _net(write=lambda n, i, h: torch.div(n.down[i](h), 0.37, rounding_mode="floor")),
     "slices of one weight": _net(extra={"w": (4 * H, W)}, read=lambda n, i, h: F.linear(h, n.w[i * H : (i + 1) * H])),
+    "gain of one number": _net(
+        extra={"a": (1,)}, normed=lambda n, i, x: x * torch.rsqrt(x.square().mean(-1, True) + 1e-5) * n.a.expand(W)),
+    "norm bias in a buffer": _net(normed=lambda n, i, x: F.layer_norm(x, (W,), n.norms[i].weight, n.shift)),
+    "experts by bmm": _net(
+        extra={"e": (3, H, W)}, read=lambda n, i, h: torch.bmm(h.flatten(0, 1).expand(3, -1, -1), n.e.mT).sum(0).view(*h.shape[:2], H)),
+    "a term of two sizes": _net(extra={"c": (W, W)}, add=lambda n, i, x, h, ids: x + h + F.linear(F.one_hot(ids[:, 0], W).to(x), n.c)[:, None]),
+    "the state twice": _net(add=lambda n, i, x, h, ids: x + h + x),
+    "two streams in one sum": _net(end=lambda n, x, taps: n.head(n.final(x + (taps[0] + n.down[1](torch.tanh(n.up[1](n.norms[1](taps[0])))))))),
     "learned skip": _net(extra={"s": (4,)}, add=lambda n, i, x, h, ids: n.s[i] * x + h),
     "channel scales on the skip": _net(extra={"s": (4, W)}, add=lambda n, i, x, h, ids: n.s[i] * x + h),
     "alpha in add": _net(add=lambda n, i, x, h, ids: torch.add(x, h, alpha=0.3)),
