@@ -96,7 +96,7 @@ RUN: dict[str, Callable[..., Any]] = {
     "cast": lambda op, a: a, "expand": lambda op, a: a, "mean": _mean, "sum": _sum, "var": _var,
     "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,
     "sum_square": _sum_square, "reshape": _reshape, "slice": _slice, "batch_norm": _batch_norm,
-    "matmul": lambda op, a, b: a @ b, "mm": lambda op, a, b: a @ b,
+    "matmul": lambda op, a, b, c=None: a @ b if c is None else a @ b + c, "mm": lambda op, a, b: a @ b,
     "mv": lambda op, a, b: a @ b, "dot": lambda op, a, b: a @ b, "vdot": lambda op, a, b: a @ b,
 }  # fmt: skip
 
