@@ -192,6 +192,8 @@ class Pipeline:
     """
 
     passes: tuple[Pass, ...]
+    PRESETS: ClassVar[Mapping[str, str]] = {name: text for name, (_, text) in PRESETS.items()}
+    """The pipelines that have a name, as text."""
 
     @classmethod
     def parse(cls, text: str) -> Pipeline:

@@ -58,11 +58,7 @@ def test_nothing_made_of_it_is_wrong(name: str, text: str) -> None:
     program, inputs = captured(name)
     with zoo.float64():
         want = zoo.floats(program.module()(*inputs))
-        try:
-            result = Pipeline.parse(TEXTS[text]).run(program, partial=True)
-        except lnr.LnrewriteError as error:
-            assert error.code == "LN405"  # refused whole: the result would not be a number
-            return
+        result = Pipeline.parse(TEXTS[text]).run(program, partial=True)
         got = zoo.floats(result.program.module()(*inputs))
     exact = result.report.exactness < lnr.plan.Exactness.CALIBRATED
     for a, b in zip(want, got, strict=True):

@@ -9,7 +9,7 @@ from fuzz.choices import Choices
 from tiers import rows
 
 EDITS = (
-    3, 17, 13, 11, 0, 3, 3, 0, 16, 28, 0, 7, 0, 3, 0, 0, 0, 6, 0, 4, 8, 12, 3, 12, 0, 3, 32, 0, 24, 3,
+    3, 17, 13, 11, 0, 3, 3, 0, 16, 28, 0, 7, 0, 3, 0, 0, 0, 6, 0, 4, 8, 12, 3, 12, 0, 3, 28, 0, 24, 3,
     3, 0, 6, 0, 0, 4, 0, 0, 3, 3, 0, 3, 0, 0, 0, 9, 2, 15, 3, 3, 3, 3, 0, 16, 6, 13, 0, 12, 0, 13,
 )  # fmt: skip
 """How many edits all pipelines together make of each net, at least."""
