@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .plan import Edit, FoldReader, Operation, Proposal, Refusal, Rotation, ScaleWriter, SetNorm, Value
@@ -204,9 +204,14 @@ class Basis:
             assert not isinstance(operations, Closed)
             for operation in operations:
                 key = (linear_of(operation).param, effect(operation)) if isinstance(operation, Weights) else None
+                bias = operation.writer.bias if isinstance(operation, ScaleWriter) else None
+                own = bias, effect(operation) if isinstance(operation, Weights) else None
                 if key is None or key not in done:
                     found.setdefault(choice.target, []).append(operation)
-                    done.add(key)
+                elif isinstance(operation, ScaleWriter) and bias and own not in done:  # one weight, several biases
+                    alone = replace(operation, writer=Linear(bias, -1, table=True))
+                    found.setdefault(choice.target, []).append(alone)
+                done |= {key, own}
         return tuple(Edit(target, tuple(operations)) for target, operations in found.items())
 
     def blocked(self) -> Iterator[Choice]:
