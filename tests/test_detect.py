@@ -14,7 +14,7 @@ import zoo
 from lnrewrite import text
 from lnrewrite.detect.blocks import detect
 from tiers import rows
-from zoo import CASES, DECOYS, FAMILIES, NETS, REFUSED, WRITTEN, graphs
+from zoo import CASES, DECOYS, FAMILIES, NETS, REFUSED, WRITTEN, graphs, strangers
 
 LIVE = (
     "pre", "parallel, peri", "norm over axis 1", "u-net", "ResNet", "llama", "gpt_neox",
@@ -82,3 +82,24 @@ def test_an_attention_mask_does_not_change_the_picture() -> None:
     module, inputs = zoo.build("llama", depth=1)
     masked = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
     assert lnr.capture(module, kwargs=masked).stream == lnr.capture(module, kwargs=inputs).stream
+
+
+BESIDE = {
+    "positions at each layer": "adds   @pos:1(uses=4,table)",
+    "a bias in the sum": "adds   @b:1(uses=4,table)",
+    "an input of its own": "adds   @p:1(uses=4)",
+    "learned skip": "scale  skip *%select",
+    "channel scales on the skip": "scale  skip *%select vector",
+    "channels flipped on the trunk": "barrier carried flip",
+    "the state twice": "barrier added embedding",
+    "a branch is an output": 'barrier written "an output"',
+    "writer bias sliced": "barrier written linear",
+    "tokens padded with ones": "barrier written pad_value",
+    "channels first": "axis=-3) -> @up.0.weight:1+@up.0.bias",
+}
+"""What the picture must hold of each of these nets: a term, a factor, an axis, or what stands in the way."""
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_everything_at_a_branch_is_accounted_for(name: str) -> None:
+    assert BESIDE[name] in text.render(lnr.capture(*strangers.build(name)).network)
