@@ -112,7 +112,7 @@ class Program(Seen):
 
         if any(p.is_meta for p in self._capture.module.parameters()):
             why = "the model is on the meta device and holds no numbers"
-            raise LnrewriteError("LN026", "calibration", why, "load its weights first, or run exact passes only")
+            raise LnrewriteError("LN026", "calibration", why, "load its weights first")
         example = {k: v for k, v in self.example_inputs().items() if isinstance(v, torch.Tensor)}
         limits = self.id_limits()
         if self.fixed_paths:

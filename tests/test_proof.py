@@ -194,6 +194,24 @@ def test_a_model_that_draws_random_numbers_is_proved_on_the_same_ones() -> None:
     assert lnr.Pipeline.parse("fold-affine").run(program).report.edits
 
 
+def test_a_model_on_the_meta_device_is_looked_at_and_not_edited() -> None:
+    module, inputs = zoo.build("pre")
+    program = lnr.capture(module.to("meta"), kwargs={k: v.to("meta") for k, v in inputs.items()})
+    assert program.inspect()["placement"] == "pre"
+    for text in ("fold-affine", "place{to=none}"):
+        with pytest.raises(lnr.LnrewriteError, match="LN026 .*meta device"):
+            lnr.Pipeline.parse(text).run(program)
+
+
+def test_sizes_that_a_model_does_not_take_are_no_crash() -> None:
+    class Unrolled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum((x[:, i] for i in range(5)), torch.zeros(()))
+
+    program = lnr.capture(Unrolled(), (torch.randn(2, 5, 8),))
+    assert lnr.verify(program, program)["verdict"] == "equal"
+
+
 # ---- halving ----
 
 

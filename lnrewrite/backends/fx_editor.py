@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..diagnostics import LnrewriteError
 from ..stream import Kind, Norm
 from .captured import CapturedModule, register, stored
 from .surgery import Edge
@@ -241,4 +242,8 @@ def pieces_of(parameter: torch.Tensor, axis: int | None) -> Iterator[torch.Tenso
 
 
 def numpy_of(tensor: torch.Tensor) -> Floats:
+    """Return a tensor's numbers. Raises LnrewriteError LN026 where it holds none."""
+    if tensor.is_meta:
+        why = "the model is on the meta device and holds no numbers"
+        raise LnrewriteError("LN026", "editing", why, "load its weights first; looking at it and planning need none")
     return tensor.detach().double().cpu().numpy()
