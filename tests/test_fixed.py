@@ -104,7 +104,7 @@ WRITING: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("command", WRITING)
+@pytest.mark.parametrize("command", rows(WRITING, sample=["opt"]))
 def test_writing_needs_a_flag_and_the_report_says_why(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

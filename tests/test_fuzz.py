@@ -15,7 +15,7 @@ EDITS = (
 """How many edits all pipelines together make of each net, at least."""
 
 
-@pytest.mark.parametrize("seed", rows(range(len(EDITS)), sample=(1, 8, 9, 24, 26, 28)))
+@pytest.mark.parametrize("seed", rows(range(len(EDITS)), sample=(9, 24, 26)))
 def test_random_nets_are_edited_exactly_or_not_at_all(seed: int) -> None:
     row = judging.judge(seed)
     assert [told for told in judging.trouble(row) if told[1] != "caught"] == []

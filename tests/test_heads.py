@@ -115,7 +115,7 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "to"), rows(CASES, sample=(("llama", "peri"), ("minilm", "peri"))))
+@pytest.mark.parametrize(("name", "to"), rows(CASES, sample=(("llama", "peri"),)))
 def test_every_auto_class_opens_the_rewritten_network(name: str, to: str, room: Room) -> None:
     folder = room.converted(name, to)
     whole, unchanged = opened(folder), SOURCES[name][0].from_pretrained(room.source(name)).eval()
@@ -253,6 +253,7 @@ def test_undone_and_weights_only(room: Room, tmp_path: Path) -> None:
             assert (plain(IDS).logits - module(IDS).logits).abs().max() <= 1e-4
 
 
+@pytest.mark.exhaustive
 def test_the_module_that_heal_gives_back(room: Room, tmp_path: Path) -> None:
     teacher = SOURCES["llama"][0].from_pretrained(room.source("llama")).eval()
     student, inputs = room.living("llama")

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from lnrewrite.backends import aten
@@ -37,7 +36,6 @@ MOVES = (
     "contiguous", "double",
 )  # fmt: skip
 SAMPLES = 24
-KNOWN = {info.name: [i for i in op_db if i.name == info.name] for info in op_db}
 
 
 def traced(info: Any) -> list[fx.GraphModule]:
@@ -70,14 +68,17 @@ class Values(fx.Interpreter):
         return value
 
 
-def infos(names: tuple[str, ...]) -> list[tuple[str, Any]]:
-    return [(name, info) for name in names for info in KNOWN.get(name, ())]
+def infos(name: str) -> list[Any]:
+    """Return what torch's own tests know of an operator; to load them takes seconds, so only who asks does."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return [info for info in op_db if info.name == name]
 
 
-@pytest.mark.parametrize("name", rows(NUMBERS, sample=NUMBERS[::6]))
+@pytest.mark.parametrize("name", rows(NUMBERS, sample=[]))
 def test_what_a_rule_says_is_computed(name: str) -> None:
     judged = 0
-    for _, info in infos((name,)):
+    for info in infos(name):
         for module in traced(info):
             graph, values = lift(module), {n.name: n.meta.get("val") for n in module.graph.nodes}
             for op in graph:
@@ -97,9 +98,9 @@ def test_what_a_rule_says_is_computed(name: str) -> None:
     assert judged or name in {"bmm", "linalg.norm"}
 
 
-@pytest.mark.parametrize("name", rows(MOVES, sample=MOVES[::6]))
+@pytest.mark.parametrize("name", rows(MOVES, sample=["roll", "nn.functional.pad"]))
 def test_an_axis_is_where_a_rule_says(name: str) -> None:
-    for _, info in infos((name,)):
+    for info in infos(name):
         for module in traced(info):
             graph, nodes = lift(module), {n.name: n for n in module.graph.nodes}
             for op in graph:
