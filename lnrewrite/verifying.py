@@ -162,7 +162,7 @@ def _outputs(module: torch.nn.Module, batch: Batch, who: str, dtype: str) -> lis
     try:
         with quiet(), mode, torch.no_grad():
             out = module(**batch) if isinstance(batch, Mapping) else module(*batch)
-    except Exception as why:  # what a forward may raise at sizes that it does not take
+    except (TypeError, RuntimeError, AssertionError, ValueError, LookupError, LnrewriteError) as why:
         raise _incomparable(f"{who} does not run on the inputs ({why})") from why
     return [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
