@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .backends.capture import evaluating, quiet
-from .backends.captured import CapturedModule
+from .backends.captured import CapturedModule, takes
 from .backends.fixed import elsewhere, other_path
 from .diagnostics import LnrewriteError
 from .opgraph import OpGraph
@@ -143,8 +143,7 @@ def _checked(name: str, value: Any, like: Any, wanted: tuple[str, ...]) -> Any:
     value = torch.as_tensor(value)
     if value.dtype.is_floating_point != like.dtype.is_floating_point:
         _misfit(f"{name} is {value.dtype}, the model takes {like.dtype}", wanted)
-    sizes = zip(value.shape, like.shape, strict=False)
-    if value.dim() != like.dim() or any(isinstance(d, int) and d != n for n, d in sizes):
+    if not takes(like, value):
         _misfit(f"{name} has shape {list(value.shape)}, the model takes [{', '.join(map(str, like.shape))}]", wanted)
     return value.to(dtype=like.dtype)
 

@@ -34,11 +34,7 @@ def _same(kind: str, *names: str) -> Rule:
     def rule(**given: Any) -> Normalised:
         return kind, tuple(given[n] for n in names if n in given), {}
 
-    return _reading(rule, *names)
-
-
-def _reading(rule: Rule, *names: str) -> Rule:
-    rule.reads = frozenset(names)  # type: ignore[attr-defined]
+    rule.reads = frozenset(names)  # type: ignore[attr-defined]  # its signature does not tell them
     return rule
 
 
@@ -144,8 +140,10 @@ def _slice(self: Any, dim: int = 0, start: Any = None, end: Any = None, step: An
 
 
 def _narrow(self: Any, dim: int, start: Any, length: Any) -> Normalised:
-    known = isinstance(start, int) and isinstance(length, int)
-    return _slice(self, dim, start, start + length) if known else ("slice", (self,), {"axis": dim})
+    if not (isinstance(start, int) and isinstance(length, int)):
+        return "slice", (self,), {"axis": dim}
+    to_the_end = start < 0 and start + length == 0
+    return _slice(self, dim, start, None if to_the_end else start + length)
 
 
 def _select(self: Any, dim: int, index: Any) -> Normalised:

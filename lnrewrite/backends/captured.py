@@ -65,11 +65,9 @@ class CapturedModule(fx.GraphModule):
         """Raise ValueError where an input has another size than the captured one along an axis that is fixed."""
         for node, value in zip(self.graph.find_nodes(op="placeholder"), values, strict=False):
             like = node.meta.get("val")
-            if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
-                pairs = zip(like.shape, value.shape, strict=False)
-                if like.dim() != value.dim() or any(isinstance(d, int) and d != n for d, n in pairs):
-                    has, wants = list(value.shape), ", ".join(map(str, like.shape))
-                    raise ValueError(f"{node.name} has shape {has}; the model was captured with [{wants}]")
+            if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor) and not takes(like, value):
+                has, wants = list(value.shape), ", ".join(map(str, like.shape))
+                raise ValueError(f"{node.name} has shape {has}; the model was captured with [{wants}]")
 
     def train(self, mode: bool = True) -> Self:
         """Switch dropout on or off; warn once where the captured mode cannot follow."""
@@ -84,6 +82,12 @@ class CapturedModule(fx.GraphModule):
         if nodes:
             self.recompile()
         return self
+
+
+def takes(like: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a value has the sizes of a captured one, where those are numbers."""
+    pairs = zip(like.shape, value.shape, strict=False)
+    return like.dim() == value.dim() and not any(isinstance(d, int) and d != n for d, n in pairs)
 
 
 def _repeats(constant: Any, value: Any) -> bool:

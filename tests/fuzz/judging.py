@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from io import StringIO
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import lnrewrite as lnr
-from lnrewrite.verifying import Float64
+from zoo import float64, floats
 
 from .nets import Net, build, inputs
 
@@ -42,7 +41,7 @@ def judge(seed: int, fixed: Mapping[str, str] | None = None, only: str | None = 
         net, choices = build(seed, dict(fixed or {}))
         with float64():
             given = [inputs(net, *size) for size in SIZES]
-            wanted = [_floats(net(*args)) for args in given]
+            wanted = [floats(net(*args)) for args in given]
         assert all(t.isfinite().all() for outputs in wanted for t in outputs), "it is not finite"
         row["choices"] = choices.strange()
     except Exception as error:  # of the fuzzer
@@ -61,17 +60,6 @@ def judge(seed: int, fixed: Mapping[str, str] | None = None, only: str | None = 
         if only in (None, name):
             row["runs"][name] = _ran(program, text, given, wanted)
     return row | {"seconds": round(time.process_time() - started, 2)}
-
-
-@contextmanager
-def float64() -> Iterator[None]:
-    """Compute in float64 throughout."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Float64(), torch.no_grad():
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def _taken(program: Any, net: Net) -> list[int]:
@@ -122,17 +110,12 @@ def _away(program: Any, given: Sequence[Any], wanted: Outputs) -> float:
     worst = 0.0
     with float64(), redirect_stderr(StringIO()):  # torch prints the code of a graph that fails
         for args, outputs in zip(given, wanted, strict=True):
-            found = _floats(program.module()(*args))
+            found = floats(program.module()(*args))
             for a, b in zip(outputs, found, strict=True):
                 assert a.shape == b.shape, f"an output is {tuple(b.shape)}, not {tuple(a.shape)}"
                 error = ((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item() if a.numel() else 0.0
                 worst = max(worst, error if error == error else float("inf"))
     return worst
-
-
-def _floats(outputs: Any) -> list[Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(outputs)
-    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def _said(error: Exception) -> str:
