@@ -210,6 +210,13 @@ page(
 )
 page("LN206", "eps is zero", "The norm has no eps (or it underflowed in low precision); zero rows would give NaN.")
 page("LN207", "reversible or coupled streams", "Two streams read and write each other in turn (reversible networks).")
+page(
+    "LN208",
+    "not as it looks",
+    """The picture was tried on the model: a norm written anew, a branch's readers or writers in another size, a sum
+     added up again. The outputs moved, so what looks like that norm, that edge or that sum is something else. Passes
+     that cannot be proved, and reports, take it as a barrier. This is a fault of ours: please report it.""",
+)
 # LN3xx, LN4xx: apply and verify
 page(
     "LN301",

@@ -51,8 +51,7 @@ class StoredProgram(Program):
     def _held(self, param: str) -> torch.Tensor | None:
         return None if stored(self._capture.module, param) is None else self.read(param)
 
-    def evidence(self, seed: int) -> Evidence | None:
-        """Return what this program computes on made-up inputs of the one size that it was captured with."""
+    def _evidence(self, seed: int) -> Evidence | None:
         given = _drawn(self.example_inputs(), self.id_limits(), seed)
         return evidence(self.module(), [given], self.read)
 

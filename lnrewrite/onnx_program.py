@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -16,8 +17,9 @@ import torch
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from . import __version__
+from .backends.onnx_double import jittered
 from .backends.onnx_editor import OnnxEditor
-from .backends.onnx_file import read, stamp
+from .backends.onnx_file import ONE_FILE, bytes_of, read, stamp
 from .backends.onnx_inputs import drawn, dynamic_axes, example_inputs, id_limits, resized
 from .backends.onnx_lift import lift
 from .backends.onnx_run import OnnxModule
@@ -29,8 +31,8 @@ from .opgraph import OpGraph
 from .output import check_output
 from .pipeline import Batch
 from .plan import Proposal
+from .proving import FLOOR, Evidence, Outputs, apart, gathered, unexplained
 from .seen import Seen
-from .sounding import WHEN_WRITTEN
 from .stream import Stream
 from .targets.forms import lower, split
 from .targets.table import TARGETS
@@ -144,13 +146,26 @@ class OnnxProgram(Seen):
         """Compare another program's outputs with this one's on the batches."""
         return drift(self.module(), other.module(), batches, held_out)
 
-    def evidence(self, seed: int) -> Any:
-        """Return what nothing differs from: what is made of an ONNX file is proved as it is written."""
-        return WHEN_WRITTEN
+    def _evidence(self, seed: int) -> Evidence | None:
+        judge = self._judge()
+        return gathered(lambda batch: _run(judge, batch), self.trials(seed), judge.precision == "float64")
 
-    def away(self, evidence: Any) -> float:
-        """Return 0; see `evidence`."""
-        return 0.0
+    def _judge(self) -> OnnxModule:
+        """Return the model in float64; a large one as it is, for memory."""
+        return self.module() if bytes_of(self.model) > ONE_FILE else self.module().double()
+
+    def away(self, evidence: Evidence) -> float:
+        """Return how far this model's outputs are from another's evidence, relative; 0 where rounding explains it."""
+        try:
+            judge = self._judge()
+            found = [_run(judge, batch) for batch in evidence.batches]
+        except LnrewriteError:  # what does not run computes nothing
+            return math.inf
+        error = apart(evidence.outputs, found)
+        if error <= FLOOR:
+            return 0.0
+        moved = _run(OnnxModule(jittered(judge.model), judge.precision), evidence.batches[-1])
+        return unexplained(error, apart(found[-1:], [moved]))
 
     @property
     def narrow(self) -> bool:
@@ -192,6 +207,12 @@ class OnnxProgram(Seen):
         from .exporting import export
 
         return export(self, path, **how)
+
+
+def _run(module: OnnxModule, batch: Batch) -> Outputs:
+    """Return a model's floating point outputs."""
+    outputs = module(**batch) if isinstance(batch, Mapping) else module(*batch)
+    return [t.double() for t in outputs.values() if t.is_floating_point()]
 
 
 def _named(model: ir.Model, inputs: Mapping[str, Any] | Sequence[Any] | None, seed: int) -> dict[str, Any] | None:

@@ -128,6 +128,11 @@ class Model(Protocol):
     @property
     def network(self) -> Network: ...
     @property
+    def certified(self) -> Network:
+        """Return the network as it holds on the model: tried, with barriers where it does not."""
+        ...
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Return what a user should know about how the model was opened and captured."""
         ...
@@ -266,7 +271,9 @@ class Pipeline:
             witness = Witness(seed, proof is Proof.OF_EDITS) if exact and proof is not Proof.NONE else None
             for item in stretch:
                 say(f"{(number := number + 1)}/{len(self.passes)} {spell(item)}")
-                current, step = _step(item, current, feed, partial, seed, consume or current is not program, witness)
+                network = current.network if exact or proof is Proof.NONE else current.certified
+                used = consume or current is not program
+                current, step = _step(item, current, network, feed, partial, seed, used, witness)
                 done.append(step)
             if witness:
                 witness.hear(current, str(self))
@@ -295,6 +302,7 @@ class Pipeline:
                 *feed.program.notes,
                 *_blind(before),
                 *_unproved(done),
+                *_doubted(done),
                 *_rounding(exactness, drift),
                 *feed.notes(drift),
             ),
@@ -323,6 +331,7 @@ class _Done:
     skipped: tuple[Skipped, ...]
     expected: tuple[Expected, ...]
     unproved: bool
+    network: Network
 
 
 @dataclass
@@ -390,15 +399,21 @@ class _Feed:
 
 
 def _step(
-    item: Pass, current: M, feed: _Feed, partial: bool, seed: int, consume: bool, witness: Witness | None
+    item: Pass,
+    current: M,
+    network: Network,
+    feed: _Feed,
+    partial: bool,
+    seed: int,
+    consume: bool,
+    witness: Witness | None,
 ) -> tuple[M, _Done]:
-    """Run one pass over every stream of the current program; `consume` lets it edit that program itself.
+    """Run one pass over every stream of the current program's network; `consume` lets it edit that program itself.
 
     witness: knows what the program is to compute; one of each edit leaves out and refuses what does not keep it.
     """
     started = time.perf_counter()
     text = spell(item)
-    network = current.network
     samples, peaks = _once(item, current.samples, feed), _once(item, current.peaks, feed)
     ask = (current.is_ones, current.is_zeros, current.values)
     context = Context(network, samples, *ask, seed, current.shape, current.affine, peaks)
@@ -433,7 +448,7 @@ def _step(
     )
     step = Step(text, count, len(refusals), time.perf_counter() - started)
     unproved = count > 0 and witness is not None and witness.evidence is None
-    return current, _Done(step, item.exactness, refusals, skipped, expected, unproved)
+    return current, _Done(step, item.exactness, refusals, skipped, expected, unproved, network)
 
 
 def _finite(drift: Mapping[str, Any]) -> None:
@@ -479,6 +494,12 @@ def _unproved(done: Sequence[_Done]) -> tuple[str, ...]:
         return ()
     why = "the model holds no weights or takes no made-up inputs"
     return (f"what exact passes made was not run against the model: {why}; compare them with lnrewrite verify",)
+
+
+def _doubted(done: Sequence[_Done]) -> tuple[str, ...]:
+    """Say what of the picture did not hold where it was tried, so that a pass took it for a barrier."""
+    found = (str(r) for d in done for r in d.network.refusals if isinstance(r, Refusal) and r.code == "LN208")
+    return tuple(dict.fromkeys(found))
 
 
 def _rounding(exactness: Exactness, drift: dict[str, Any] | None) -> tuple[str, ...]:

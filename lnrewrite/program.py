@@ -165,8 +165,7 @@ class Program(Seen):
         """Compare another program's outputs with this one's on the batches."""
         return drift(self.module(), other.module(), batches, held_out)
 
-    def evidence(self, seed: int) -> Evidence | None:
-        """Return what this program computes in float64 on made-up inputs, of two sizes where it takes two."""
+    def _evidence(self, seed: int) -> Evidence | None:
         if any(p.is_meta for p in self._capture.module.parameters()):
             return None
         return evidence(self.module(), self.trials(seed)) or evidence(self.module(), [self.example_inputs()])

@@ -8,8 +8,9 @@ measured on the model itself by moving each of them by less than its last bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils import _pytree as pytree
@@ -43,15 +44,22 @@ def evidence(module: CapturedModule, batches: Sequence[Batch], read: Read | None
     read: where the weights come from, if the module holds none; they are used as they are stored then, for memory.
     """
     for wide in (True, False) if read is None else (False,):
-        found: list[tuple[Batch, Outputs]] = []
-        for batch in batches:
-            try:
-                found.append((batch, _run(module, batch, wide, read=read)))
-            except Exception:  # a size or a path that the model does not take, or an operator without a kernel
-                continue
-        if found:
-            return Evidence(tuple(b for b, _ in found), tuple(o for _, o in found), wide)
+        if found := gathered(partial(_run, module, wide=wide, read=read), batches, wide):
+            return found
     return None
+
+
+def gathered(run: Callable[[Batch], Outputs], batches: Iterable[Batch], wide: bool) -> Evidence | None:
+    """Return what running a model gives on the first batches that it takes, two at most; None where it takes none."""
+    found: list[tuple[Batch, Outputs]] = []
+    for batch in batches:
+        try:
+            found.append((batch, run(batch)))
+        except Exception:  # a size or a path that the model does not take, or an operator without a kernel
+            continue
+        if len(found) == 2:
+            break
+    return Evidence(tuple(b for b, _ in found), tuple(o for _, o in found), wide) if found else None
 
 
 def away(module: CapturedModule, wanted: Evidence, read: Read | None = None) -> float:
@@ -63,11 +71,16 @@ def away(module: CapturedModule, wanted: Evidence, read: Read | None = None) -> 
         found = [_run(module, batch, wanted.wide, read=read) for batch in wanted.batches]
     except Exception:  # what does not run computes nothing
         return math.inf
-    error = _apart(wanted.outputs, found)
+    error = apart(wanted.outputs, found)
     if error <= max((FLOORS.get(p.dtype, FLOOR) for p in module.parameters()), default=FLOOR):
         return 0.0
     moved = _run(module, wanted.batches[-1], wanted.wide, True, read)
-    noise = _apart(found[-1:], [moved])
+    noise = apart(found[-1:], [moved])
+    return unexplained(error, noise)
+
+
+def unexplained(error: float, noise: float) -> float:
+    """Return an error, or 0 where the rounding of the weights, which gives `noise`, explains it."""
     return 0.0 if math.isfinite(noise) and error <= SPREAD * noise else error
 
 
@@ -82,7 +95,7 @@ def _run(module: CapturedModule, batch: Batch, wide: bool, jitter: bool = False,
     return [t.double() for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
-def _apart(wanted: Sequence[Outputs], found: Sequence[Outputs]) -> float:
+def apart(wanted: Sequence[Outputs], found: Sequence[Outputs]) -> float:
     """Return the largest difference of any output, relative to that output's largest number; infinite for NaN."""
     worst = 0.0
     for one, two in zip(wanted, found, strict=True):

@@ -5,16 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from . import calibration, text
+from .certifying import certify
 from .detect.arithmetic import Unknown, affine, evaluate
 from .detect.blocks import detect
 from .diagnostics import LnrewriteError
 from .inspecting import Picture, describe
 from .opgraph import OpGraph
 from .pipeline import Batch, Samples
+from .proving import Evidence
+from .sounding import Edits
 from .stream import Network
+
+UNTRIED = "the picture was not tried on numbers: the model holds none, or takes no made-up inputs"
 
 
 class Seen(ABC):
@@ -62,14 +67,50 @@ class Seen(ABC):
         """Return what detection sees in the model."""
         return detect(self.graph)
 
+    @cached_property
+    def certified(self) -> Network:
+        """Return what detection sees, tried on the model: with a barrier where it does not hold (LN208)."""
+        found = certify(self)
+        if found is None:
+            self.told = (*self.told, UNTRIED)
+        return found or self.network
+
+    @property
+    @abstractmethod
+    def narrow(self) -> bool:
+        """Return whether weights are stored in so few bits that edits are rounded."""
+
+    def evidence(self, seed: int) -> Evidence | None:
+        """Return what this program computes in float64 on made-up inputs, of two sizes where it takes two; once.
+
+        None where it holds no weights, or takes none of those inputs.
+        """
+        if seed not in self._heard:
+            self._heard[seed] = self._evidence(seed)
+        return self._heard[seed]
+
+    @cached_property
+    def _heard(self) -> dict[int, Evidence | None]:
+        return {}
+
+    @abstractmethod
+    def _evidence(self, seed: int) -> Evidence | None: ...
+    @abstractmethod
+    def apply(self, edits: Edits, label: str, *, consume: bool = False) -> tuple[Self, int]:
+        """Carry edits out on a copy and return it with their number; `consume` may use this program up instead."""
+
+    @abstractmethod
+    def away(self, evidence: Evidence) -> float:
+        """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
+
     @property
     def stream(self) -> Picture:
         """Return the text form of the picture; a notebook shows it as a table."""
-        return Picture(text.render(self.network))
+        return Picture(text.render(self.certified))
 
     def inspect(self) -> dict[str, Any]:
         """Return the object of `lnrewrite inspect --json`: streams, blocks, placements, norms, refusals."""
-        return describe(self.network, self.format, self.is_ones, self.is_zeros, self.notes)
+        return describe(self.certified, self.format, self.is_ones, self.is_zeros, self.notes)
 
     def values(self, param: str) -> Any:
         """Return the values of a parameter, or of a node computed from parameters, as a float64 numpy array.

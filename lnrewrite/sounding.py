@@ -32,10 +32,6 @@ class Unproved(LnrewriteError):
         super().__init__("LN404", what, why, "please report this model; fewer passes, or blocks=..., may do")
 
 
-WHEN_WRITTEN = object()
-"""The evidence of a program that is proved as it is written: nothing differs from it."""
-
-
 class Provable(Protocol):
     """Say what a program needs so that edits of it can be proved."""
 

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from lnrewrite.plan import Edit, Exactness, FoldReader, Gain, Operation, Proposal, Refusal, SetNorm
-from lnrewrite.stream import Kind, Site, Stream, Where
+import numpy as np
+
+from lnrewrite.diagnostics import LnrewriteError
+from lnrewrite.plan import Edit, Exactness, FoldReader, Gain, Proposal, Refusal, SetNorm, Value, Vectors
+from lnrewrite.stream import Kind, Norm, Site, Stream, Where
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context
@@ -43,8 +46,9 @@ class FoldAffine:
             in     layer(eps=1e-05) -> @q.weight:1+@q.bias @k.weight:1+@k.bias
             writes @o.weight:0
 
-    Refuses a norm whose gain is computed (LN105), one that something else than linears reads (LN101), a reader that
-    is used elsewhere too (LN102), weights that are computed (LN104), and a bias that a reader has no place for (LN103).
+    A gain that is computed from parameters alone is worked out once. Refuses one that cannot be (LN105), a norm that
+    something else than linears reads (LN101), a reader that is used elsewhere too (LN102), weights that are computed
+    (LN104), and a bias that a reader has no place for (LN103).
     Embedding, trunk and output gains are not addressed: no linear stands alone behind them.
 
     Source: `fold_ln` of TransformerLens, `fuse_ln_linear` of SliceGPT (arXiv 2401.15024) and QuaRot (2404.00456).
@@ -62,6 +66,7 @@ class FoldAffine:
         refusals: list[Refusal] = []
         skipped = [(b.name, "the block holds no norm") for b in stream.blocks if not b.sites]
         folded: set[Site] = set()
+        vectors = Vectors()
         for name, block, site in stream.located():
             target, index = (block.name, block.index(site)) if block else (name, 0)
             if why := self._not_addressed(site):
@@ -69,11 +74,16 @@ class FoldAffine:
             elif blocked := next(_blocked(name, site), None):
                 refusals.append(blocked)
             else:  # parallel blocks may hold one norm: its readers are folded with the first, its affine goes from each
-                bare = replace(site.norm, gamma=None, beta=None, plus_one=False)
-                readers = () if site in folded else _folds(site)
+                try:
+                    scale, shift = _affine(site.norm, site.width or stream.width, context, vectors)
+                except LnrewriteError as error:
+                    refusals.append(Refusal("LN105", name, f"its gain is computed: {error.why}", error.remedy))
+                    continue
+                bare = replace(site.norm, gamma=None, beta=None, plus_one=False, computed=False)
+                readers = () if site in folded else [FoldReader(r, scale, shift) for r in dict.fromkeys(site.readers)]
                 edits.append(Edit(target, (*readers, SetNorm(site.where, bare, index=index))))
                 folded.add(site)
-        return Proposal(tuple(edits), tuple(refusals), tuple(skipped))
+        return Proposal(tuple(edits), tuple(refusals), tuple(skipped), vectors)
 
     def _not_addressed(self, site: Site) -> str:
         """Say why the identity does not speak of a site; empty where it does."""
@@ -88,16 +98,17 @@ class FoldAffine:
         return _CARRIED.get(site.where, "")
 
 
-def _folds(site: Site) -> tuple[Operation, ...]:
-    scale = Gain(site.norm.gamma, site.norm.plus_one) if site.norm.gamma is not None else None
-    shift = Gain(site.norm.beta) if site.norm.beta is not None else None
-    return tuple(FoldReader(reader, scale, shift) for reader in dict.fromkeys(site.readers))
+def _affine(norm: Norm, width: int, context: Context, vectors: Vectors) -> tuple[Value | None, Value | None]:
+    """Return a norm's gain and bias: as they are stored, or worked out. Raises LnrewriteError where that fails."""
+    if not norm.computed:
+        scale = Gain(norm.gamma, norm.plus_one) if norm.gamma is not None else None
+        return scale, Gain(norm.beta) if norm.beta is not None else None
+    gain = vectors.add(np.full(width, context.gain(norm))) if norm.gamma is not None else None
+    return gain, vectors.add(np.full(width, context.values(norm.beta).reshape(-1))) if norm.beta is not None else None
 
 
 def _blocked(name: str, site: Site) -> Iterator[Refusal]:
     """Yield what stands in the way of folding, most telling first."""
-    if site.norm.computed:
-        yield Refusal("LN105", name, f"its gain is computed by {site.norm.gamma}", "store the gain as a parameter")
     if hidden := [tap for tap in site.taps if tap in {"linear", "matmul", "mm", "bmm", "conv"}]:
         why = f"a {hidden[0]} reads it whose weights are quantised, adapted or computed"
         yield Refusal("LN104", name, why, "dequantise or merge the weights first")

@@ -65,8 +65,9 @@ def test_all_but_a_few_have_graphs() -> None:
 @pytest.mark.parametrize("name", rows((*CASES, *(n for n in FAMILIES if n not in NO_GRAPH)), sample=LIVE))
 def test_a_capture_gives_the_picture_of_the_graph(name: str) -> None:
     torch.manual_seed(0)
-    network = zoo.capture(*zoo.build(name)).network
-    assert text.render(network) == text.render(detect(graphs.read(name)))
+    program = zoo.capture(*zoo.build(name))
+    assert text.render(program.network) == text.render(detect(graphs.read(name)))
+    assert program.certified is program.network, "what is seen is not so"
 
 
 @pytest.mark.parametrize("name", rows(("gpt2", "llama", "bert", "t5"), sample=("gpt2", "bert")))

@@ -219,6 +219,10 @@ class Machine:
     narrow = False
     notes = fixed_paths = ()
 
+    @property
+    def certified(self) -> Network:
+        return self.network
+
     def apply(
         self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False
     ) -> tuple[Machine, int]:

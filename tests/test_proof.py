@@ -16,6 +16,7 @@ import zoo
 from commands import fails, ok
 from lnrewrite.backends import aten
 from lnrewrite.backends.surgery import Surgery
+from lnrewrite.onnx_program import OnnxProgram
 from lnrewrite.plan import Proposal
 from lnrewrite.sounding import sound
 from lnrewrite.stream import Stream
@@ -64,18 +65,18 @@ NOTHING_TO_EDIT = {
 
 def _says(kind: str, **attrs: Any) -> aten.Rule:
     """Return a rule that takes an operator for another one, of its first argument alone where that moves nothing."""
-    return lambda **given: (kind, tuple(given.values())[: None if kind in {"mul", "add", "sub"} else 1], attrs)
+    return lambda **how: (kind, tuple(how.values())[: 2 if kind in {"mul", "add", "sub"} else 1], attrs)
 
 
 def _with(name: str, **attrs: Any) -> aten.Rule:
     """Return an operator's rule with some attributes changed."""
 
-    def rule(**given: Any) -> aten.Normalised:
-        kind, inputs, found = real(**{k: v for k, v in given.items() if k in taken or "how" in taken})
+    def rule(**how: Any) -> aten.Normalised:
+        kind, inputs, found = real(**{k: v for k, v in how.items() if k in taken or "how" in taken})
         return kind, inputs, {**found, **attrs}
 
     real = aten.RULES[name]
-    taken = signature(real).parameters
+    taken = getattr(real, "reads", signature(real).parameters)
     return rule
 
 
@@ -87,7 +88,10 @@ MUTANTS: dict[str, tuple[str, str, aten.Rule]] = {
     "rsqrt changes nothing": ("rsqrt", "out norm written out", _says("cast")),
     "a mean changes nothing": ("mean", "out norm written out", _says("cast")),
     "a mean over another axis": ("mean", "out norm written out", _with("mean", axes=(1,))),
-    "layer norm is rms norm": ("layer_norm", "tokens repeated", _says("rms_norm", axes=1, eps=1e-5)),
+    "layer norm is rms norm": (
+        "layer_norm", "tokens repeated",
+        lambda input, weight, bias, **how: ("rms_norm", (input, weight, bias), {"axes": 1, "eps": 1e-5}),
+    ),
     "another eps": ("layer_norm", "tokens repeated", _with("layer_norm", eps=1.0)),
     "flip moves nothing": ("flip", "channels flipped on the trunk", _with("flip", axes=())),
     "roll moves nothing": ("roll", "channels rolled behind a writer", _with("roll", axes=())),
@@ -114,7 +118,13 @@ MUTANTS: dict[str, tuple[str, str, aten.Rule]] = {
 def test_an_operator_that_is_read_wrongly_gives_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, net, rule = MUTANTS[name]
     module, args = strangers.build(net, torch.float64)
-    monkeypatch.setitem(aten.RULES, operator, rule)
+    called = []
+
+    def told(**how: Any) -> aten.Normalised:
+        called.append(operator)
+        return rule(**how)
+
+    monkeypatch.setitem(aten.RULES, operator, told)
     try:
         with zoo.float64():
             program = lnr.capture(module, args)
@@ -126,6 +136,8 @@ def test_an_operator_that_is_read_wrongly_gives_no_number(name: str, monkeypatch
             assert all((a - b).abs().max() <= RIGHT * a.abs().max() for a, b in zip(want, found, strict=True)), text
     except lnr.LnrewriteError as error:
         assert error.code
+    assert called
+
 
 
 # ---- what is left out is told ----
@@ -144,8 +156,9 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Surgery, "apply", apply)
 
 
-def test_an_edit_that_is_wrong_is_found_left_out_and_refused(forgetful: None) -> None:
-    program = zoo.program("pre")
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_an_edit_that_is_wrong_is_found_left_out_and_refused(form: str, forgetful: None) -> None:
+    program: Any = zoo.program("pre") if form == "torch" else OnnxProgram(zoo.program("pre").to_onnx())
     pipeline = lnr.Pipeline.parse("fold-affine")
     with pytest.raises(lnr.Refused, match="LN404 .*with it the outputs are .* please report"):
         pipeline.run(program)

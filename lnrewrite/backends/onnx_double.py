@@ -65,6 +65,19 @@ def _wide(tensor: ir.TensorProtocol, to: ir.DataType) -> ir.TensorProtocol:
     return ir.tensor(tensor.numpy().astype(to.numpy()), name=tensor.name)
 
 
+def jittered(model: ir.Model) -> ir.Model:
+    """Return a copy of the model with each number of its weights moved by up to half the last bit of a float32."""
+    model, draw = model.clone(), np.random.default_rng(0)
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None and value.const_value.dtype in FLOATS:
+                held = value.const_value.numpy().astype(np.float64)
+                moved = held * (1 + np.finfo(np.float32).eps * (draw.random(held.shape) - 0.5))
+                dtype = value.const_value.dtype
+                value.const_value = ir.tensor(moved.astype(dtype.numpy()), dtype, name=value.name)
+    return model
+
+
 def _function(name: str, constants: dict[str, np.ndarray], lines: list[tuple[str, str]]) -> onnx.FunctionProto:
     """Write a function of x giving y: `lines` are ("out", "Op a b")."""
     nodes = [helper.make_node("Constant", [], [n], value=numpy_helper.from_array(a)) for n, a in constants.items()]

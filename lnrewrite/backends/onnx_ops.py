@@ -75,16 +75,17 @@ class Call:
         return len(value.shape) if value is not None and value.shape is not None else 0
 
     def axes(self, attribute: str = "axes", index: int = 1) -> tuple[int, ...] | None:
-        """Return the axes of a reduction: an attribute in old opsets, an input in new ones; None is all of them."""
+        """Return the axes of a reduction: an attribute in old opsets, an input in new ones; none at all are all."""
         found = self.attr(attribute)
         return tuple(found) if found is not None else self.ints(index)
 
 
 def _reduce(kind: str, **more: Any) -> Callable[[Call], Normalised]:
     def rule(call: Call) -> Normalised:
-        if call.axes() is None and (call.at(1) is not None or call.attr("noop_with_empty_axes", 0)):
+        axes = call.axes()
+        if (axes is None and call.at(1) is not None) or (not axes and call.attr("noop_with_empty_axes", 0)):
             return f"{kind}!", call.inputs, {}
-        return kind, call.inputs[:1], {"axes": call.axes(), "keepdim": bool(call.attr("keepdims", 1)), **more}
+        return kind, call.inputs[:1], {"axes": axes or None, "keepdim": bool(call.attr("keepdims", 1)), **more}
 
     return rule
 
@@ -117,7 +118,9 @@ def _statistics(kind: str) -> Callable[[Call], Normalised]:
 def _clip(call: Call) -> Normalised:
     low = call.attr("min", call.at(1))
     high = call.attr("max", call.at(2))
-    return ("clamp_min", (call.at(0), low), {}) if high is None else ("clamp", (call.at(0), low, high), {})
+    if high is None and low is not None:
+        return "clamp_min", (call.at(0), low), {}
+    return "clamp", (call.at(0), low, high), {}
 
 
 def _max(call: Call) -> Normalised:

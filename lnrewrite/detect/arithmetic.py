@@ -50,7 +50,9 @@ def _permute(op: Op, x: Any) -> Any:
 
 def _reshape(op: Op, x: Any) -> Any:
     """Reshape to the recorded shape; symbolic axes keep the size they have in front."""
-    shape = [d if isinstance(d, int) else -1 for d in op.shape or ()]
+    if op.shape is None:
+        raise Unknown("a reshape to an unknown shape")
+    shape = [d if isinstance(d, int) else -1 for d in op.shape]
     if shape.count(-1) > 1:
         shape = [x.shape[i] if d == -1 and i < x.ndim else d for i, d in enumerate(shape)]
     kept = [d for d in x.shape if d != 1]
@@ -80,6 +82,11 @@ def _slice(op: Op, x: Any) -> Any:
     return np.take(x, place, axis)
 
 
+def _clamp(op: Op, x: Any, low: Any, high: Any) -> Any:
+    x = x if low is None else np.maximum(x, low)
+    return x if high is None else np.minimum(x, high)
+
+
 def _sum_square(op: Op, x: Any) -> Any:
     return np.sum(x * x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"]))
 
@@ -91,7 +98,7 @@ RUN: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda op, a: 1 / np.sqrt(a), "reciprocal": lambda op, a: 1 / a, "abs": lambda op, a: np.abs(a),
     "exp": lambda op, a: np.exp(a), "sigmoid": lambda op, a: 1 / (1 + np.exp(-a)), "tanh": lambda op, a: np.tanh(a),
     "erf": lambda op, a: np.vectorize(erf, otypes=[np.float64])(a), "atan": lambda op, a: np.arctan(a),
-    "softsign": lambda op, a: a / (1 + np.abs(a)), "clamp": lambda op, a, b, c: np.clip(a, b, c),
+    "softsign": lambda op, a: a / (1 + np.abs(a)), "clamp": _clamp,
     "clamp_min": lambda op, a, b: np.maximum(a, b), "maximum": lambda op, a, b: np.maximum(a, b),
     "cast": lambda op, a: a, "expand": lambda op, a: a, "mean": _mean, "sum": _sum, "var": _var,
     "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,

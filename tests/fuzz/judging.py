@@ -55,7 +55,7 @@ def judge(seed: int, fixed: Mapping[str, str] | None = None, only: str | None = 
         return row | {"capture": f"crash: {_said(error)}", "seconds": time.process_time() - started}
     kept = _taken(program, net)
     given, wanted = ([values[i] for i in kept] for values in (given, wanted))
-    row |= {"capture": _captured(program, given, wanted), "sizes": len(kept)}
+    row |= {"capture": _captured(program, given, wanted), "sizes": len(kept), "picture": _contradicted(program)}
     for name, text in PIPELINES.items() if row["capture"] == "right" else ():
         if only in (None, name):
             row["runs"][name] = _ran(program, text, given, wanted)
@@ -77,6 +77,15 @@ def _captured(program: Any, given: Sequence[Any], wanted: Outputs) -> str:
     except Exception as fault:
         return f"crash: {_said(fault)}"
     return "right" if error <= RIGHT else f"wrong: {error:.1e} away"
+
+
+def _contradicted(program: Any) -> list[str]:
+    """Return what a program's picture says and a trial contradicts; nothing for versions that do not try."""
+    try:
+        refusals = getattr(program, "certified", program.network).refusals
+    except Exception as fault:
+        return [f"crash: {_said(fault)}"]
+    return [str(r) for r in refusals if "LN208" in str(r)]
 
 
 def _ran(program: Any, text: str, given: Sequence[Any], wanted: Outputs) -> dict[str, Any]:
@@ -130,6 +139,7 @@ def trouble(row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     found = []
     if row["capture"].startswith(("invalid", "crash", "wrong")):
         found.append(("capture", row["capture"].partition(":")[0], row["capture"]))
+    found += [("picture", "crash" if why.startswith("crash") else "wrong", why) for why in row.get("picture", ())]
     for name, run in row["runs"].items():
         if run["verdict"] in ("wrong", "crash"):
             found.append((name, run["verdict"], run["why"]))
