@@ -87,7 +87,7 @@ def test_norms_over_another_axis_than_the_last(to: str) -> None:
 TRAINED = tuple(product(("llama", "gpt2", "t5"), ("peri", "post")))
 
 
-@pytest.mark.parametrize(("name", "to"), rows(TRAINED, sample=(("llama", "peri"), ("gpt2", "post"))))
+@pytest.mark.parametrize(("name", "to"), rows(TRAINED, sample=(("llama", "peri"),)))
 def test_training_compiling_copying(name: str, to: str) -> None:
     module, inputs = build(name)
     lnr.rewrite(module, to=to, kwargs=inputs)

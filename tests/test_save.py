@@ -61,7 +61,7 @@ LOAD = """
 CONVERSIONS = (("llama", "peri"), ("two towers", "output"), ("gpt2", "post"), ("bart", "pre"))
 
 
-@pytest.mark.parametrize(("name", "to"), rows(CONVERSIONS, sample=CONVERSIONS[:2]))
+@pytest.mark.parametrize(("name", "to"), rows(CONVERSIONS, sample=CONVERSIONS[:1]))
 def test_torch_alone_loads_the_file_and_runs_it_at_any_size(name: str, to: str, tmp_path: Path) -> None:
     program, batch = converted(name, to)
     file, inputs, outputs = tmp_path / "model.pt2", tmp_path / "inputs.pt", tmp_path / "outputs.pt"
@@ -143,8 +143,8 @@ program.save(sys.argv[1])
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     files = [tmp_path / "one.pt2", tmp_path / "two.pt2"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     for file in files:
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
         subprocess.run([sys.executable, "-c", SAVE, file], check=True, env=environment, capture_output=True)
     assert digest(files[0]) == digest(files[1])
 
