@@ -23,6 +23,7 @@ from .backends.onnx_file import ONE_FILE, bytes_of, read, stamp
 from .backends.onnx_inputs import drawn, dynamic_axes, example_inputs, id_limits, resized
 from .backends.onnx_lift import lift
 from .backends.onnx_run import OnnxModule
+from .backends.outputs import Outputs, apart
 from .backends.surgery import Surgery
 from .diagnostics import LnrewriteError
 from .inputs import parse_inputs
@@ -31,7 +32,7 @@ from .opgraph import OpGraph
 from .output import check_output
 from .pipeline import Batch
 from .plan import Proposal
-from .proving import FLOOR, Evidence, Outputs, apart, gathered, unexplained
+from .proving import FLOOR, Evidence, gathered, unexplained
 from .seen import Seen
 from .stream import Stream
 from .targets.forms import lower, split

@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 
 from .backends.capture import evaluating, quiet
 from .backends.captured import CapturedModule
+from .backends.outputs import Outputs, apart
 from .backends.widened import Read, Widened
 from .calibration import flat_inputs
 from .pipeline import Batch
 
-Outputs = list[torch.Tensor]
 FLOORS = {torch.float64: 1e-11}
 """The relative difference that needs no explanation, by the dtype of the weights."""
 FLOOR = 1e-7
@@ -93,18 +93,3 @@ def _run(module: CapturedModule, batch: Batch, wide: bool, jitter: bool = False,
         torch.manual_seed(0)
         outputs = Widened(module, wide, jitter, read).run(*inputs, enable_io_processing=False)
     return [t.double() for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-
-
-def apart(wanted: Sequence[Outputs], found: Sequence[Outputs]) -> float:
-    """Return the largest difference of any output, relative to that output's largest number; infinite for NaN."""
-    worst = 0.0
-    for one, two in zip(wanted, found, strict=True):
-        if [t.shape for t in one] != [t.shape for t in two]:
-            return math.inf
-        for x, y in zip(one, two, strict=True):
-            if not (torch.isfinite(x) == torch.isfinite(y)).all():
-                return math.inf
-            x, y = torch.nan_to_num(x), torch.nan_to_num(y)
-            if x.numel():
-                worst = max(worst, ((x - y).abs().max() / x.abs().max().clamp_min(1e-30)).item())
-    return worst

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .backends.capture import evaluating, quiet
 from .backends.fixed import elsewhere, other_path
+from .backends.outputs import difference
 from .backends.widened import Float64, in_float64
 from .diagnostics import LnrewriteError, UsageError, did_you_mean
 from .pipeline import Batch
@@ -90,12 +91,9 @@ def _compared(
             raise _incomparable(f"outputs {_shapes(one)} and {_shapes(two)}")
         shapes.append(list(next(t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)).shape))
         for x, y in zip(one, two, strict=True):
-            x, y = x.double(), y.double()
-            if not (torch.isfinite(x) == torch.isfinite(y)).all():
-                worst = float("inf")
-            x, y = torch.nan_to_num(x), torch.nan_to_num(y)
-            worst = max(worst, (x - y).abs().max().item() if x.numel() else 0.0)
-            scale = max(scale, x.abs().max().item() if x.numel() else 0.0)
+            error, largest = difference(x, y)
+            worst, scale = max(worst, error), max(scale, largest)
+            x, y = (torch.nan_to_num(t.double(), 0.0, 0.0, 0.0) for t in (x, y))
             dots = [d + v.sum().item() for d, v in zip(dots, (x * y, x * x, y * y), strict=True)]
     relative = worst / scale if scale else worst
     verdict = "equal" if worst == 0 else "within" if relative <= bound else "different"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -15,6 +16,7 @@ import lnrewrite as lnr
 import zoo
 from commands import fails, ok
 from lnrewrite.backends import aten
+from lnrewrite.backends.outputs import apart
 from lnrewrite.backends.surgery import Surgery
 from lnrewrite.onnx_program import OnnxProgram
 from lnrewrite.plan import Proposal
@@ -280,3 +282,14 @@ def test_halving_leaves_out_what_does_not_hold(wrong: str, together: str, refuse
     assert {r.site for r in left} == out and all(r.code == "LN404" for r in left)
     assert [e.target for _, p in kept for e in p.edits] == [n for n in names if n not in out]
     assert "crash" not in out or any("ValueError: no such place" in r.why for r in left)
+
+
+# ---- the measure ----
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan], ids=str)
+def test_an_infinite_output_hides_no_difference(odd: float) -> None:
+    x, y = torch.tensor([odd, 1.0, 2.0]), torch.tensor([odd, 1.0, 2.5])
+    assert apart([[x]], [[x]]) == 0 and apart([[x]], [[y]]) == 0.25
+    assert apart([[x]], [[-y]]) == (math.inf if odd == odd else 1.5 + 0.75)
+    assert apart([[x]], [[y.nan_to_num(0.0, 0.0, 0.0)]]) == math.inf

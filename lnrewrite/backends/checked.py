@@ -6,7 +6,7 @@ in float64. A module that does not give the same outputs twice (noise, a counter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..diagnostics import LnrewriteError
 from .captured import CapturedModule
 from .fixed import fixed_paths, mark, other_path
+from .outputs import Outputs, apart
 from .widened import Float64, in_float64
 
 SAME = 1e-4
@@ -27,7 +28,6 @@ BYTES = 1 << 31
 """The largest copy in float64 that is made."""
 KEPT = ("mask", "type", "segment", "position")
 FACTORS = (-1.0, 3.0, 0.3, -3.0)
-Outputs = list[torch.Tensor]
 
 
 def check(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -72,16 +72,16 @@ def _apart(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], k
         want, got = run(module, args, kwargs), run(captured, args, kwargs)
     except Exception:  # a program that insists on its path, or on its sizes, is not wrong
         return 0.0
-    error = _error(want, got)
+    error = apart([want], [got])
     if error <= SAME:
         return 0.0
-    if _error(want, run(module, args, kwargs, seed=1)) > SAME:
+    if apart([want], [run(module, args, kwargs, seed=1)]) > SAME:
         return None
     try:
-        wide = [run(each, args, kwargs, wide=True) for each in (_wide(module), _wide(captured))]
+        wide = [[run(each, args, kwargs, wide=True)] for each in (_wide(module), _wide(captured))]
     except Exception:  # what holds its dtype for given, or is too large
         return error if error > ROUGH else 0.0
-    error = _error(*wide)
+    error = apart(*wide)
     return error if error > SAME else 0.0
 
 
@@ -102,18 +102,6 @@ def run(module: nn.Module, args: Any, kwargs: Any, *, wide: bool = False, seed: 
         torch.manual_seed(seed)
         outputs = module(*args, **kwargs)
     return [t.detach() for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-
-
-def _error(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> float:
-    """Return the largest difference relative to an output's largest number; 0 where there are no finite numbers."""
-    if [t.shape for t in want] != [t.shape for t in got]:
-        return float("inf")
-    worst = 0.0
-    for x, y in zip(want, got, strict=True):
-        x, y = x.double(), y.double()
-        if x.numel() and x.isfinite().all():
-            worst = max(worst, ((x - y).abs().max() / x.abs().max().clamp_min(1e-30)).nan_to_num(torch.inf).item())
-    return worst
 
 
 def others(
