@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from . import __version__
-from .backends.onnx_double import widened
-from .backends.onnx_file import ONE_FILE, bytes_of, read, stamp, write
+from .backends.onnx_child import isolated
+from .backends.onnx_file import read, stamp, write
 from .backends.onnx_lift import lift
 from .backends.onnx_raise import STANDARD, raise_norms
-from .backends.onnx_run import OnnxModule
+from .backends.onnx_run import runnable
 from .detect.blocks import detect
 from .detect.naming import norm_names
 from .detect.norms import find_norms
@@ -148,17 +146,10 @@ def lost(source: Network, network: Network) -> Iterator[str]:
 def wrong(program: Any, model: ir.Model, bound: float) -> str:
     """Say why a model is not what its program is: it does not load, or gives other numbers; empty where it is."""
     try:
-        found = proof(program, runnable(model), bound)
+        found = proof(program, isolated(runnable(model)), bound)
     except LnrewriteError as error:
         return error.why
     return f"its outputs are {found['max_rel']:.2g} off" if found["verdict"] == "different" else ""
-
-
-def runnable(model: ir.Model) -> OnnxModule:
-    """Return the model as the CPU can run it: in float32, on its rounded weights, where kernels lack (bfloat16)."""
-    if any(v.dtype is ir.DataType.BFLOAT16 for node in model.graph for v in node.outputs):
-        return OnnxModule(widened(model, ir.DataType.FLOAT), "float32")
-    return OnnxModule(model)
 
 
 def put(
@@ -175,39 +166,12 @@ def put(
             files = write(model, Path(folder) / output.name)
             if program is not None:
                 say("proving the file")
-                found = apart(partial(proved, program, files[0], output, bound), bytes_of(model) > ONE_FILE)
+                found = proved(program, files[0], output, bound)
             for file in reversed(files):
                 os.replace(file, output.absolute().parent / file.name)
     except OSError as why:
         raise LnrewriteError("LN025", str(output), str(why), "free some room or choose another folder") from why
     return found
-
-
-def apart(work: Callable[[], dict[str, Any]], large: bool) -> dict[str, Any]:
-    """Do a proof, of a large model in a process of its own: its memory is not this one's."""
-    if not large or "fork" not in multiprocessing.get_all_start_methods():
-        return work()
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-
-    def send() -> None:
-        try:
-            there.send(work())
-        except LnrewriteError as error:
-            there.send(tuple(error.to_dict().values()))
-
-    child = context.Process(target=send)
-    child.start()
-    there.close()
-    try:
-        found = here.recv()
-    except EOFError as why:
-        remedy = "free some memory, or do without the proof"
-        raise LnrewriteError("LN403", "proof", "its process ended early", remedy) from why
-    child.join()
-    if isinstance(found, tuple):
-        raise LnrewriteError(*found)
-    return dict(found)
 
 
 def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, Any]:
@@ -221,7 +185,7 @@ def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, An
         modules = [runnable(defined)]
         if DOMAIN in defined.graph.opset_imports and find() is not None:
             modules.append(runnable(read(file, str(output), inline=False)))
-        proofs = [proof(program, module, bound) | {"dtype": module.precision} for module in modules]
+        proofs = [proof(program, isolated(module), bound) | {"dtype": module.precision} for module in modules]
         found = max(proofs, key=lambda row: float(row["max_rel"]))
     except LnrewriteError as error:
         raise LnrewriteError("LN403", str(output), error.why, remedy) from error

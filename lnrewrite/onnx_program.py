@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -17,12 +17,13 @@ import torch
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from . import __version__
-from .backends.onnx_double import jittered
+from .backends.onnx_child import isolated
+from .backends.onnx_double import doubled, jittered
 from .backends.onnx_editor import OnnxEditor
 from .backends.onnx_file import ONE_FILE, bytes_of, read, stamp
 from .backends.onnx_inputs import drawn, dynamic_axes, example_inputs, id_limits, resized
 from .backends.onnx_lift import lift
-from .backends.onnx_run import OnnxModule
+from .backends.onnx_run import OnnxModule, runnable
 from .backends.outputs import Outputs, apart
 from .backends.surgery import Surgery
 from .diagnostics import LnrewriteError
@@ -37,7 +38,7 @@ from .seen import Seen
 from .stream import Stream
 from .targets.forms import lower, split
 from .targets.table import TARGETS
-from .verifying import drift
+from .verifying import drift, held_in_half
 
 
 class OnnxProgram(Seen):
@@ -88,7 +89,7 @@ class OnnxProgram(Seen):
 
     @cached_property
     def _module(self) -> OnnxModule:
-        return OnnxModule(self.model)
+        return runnable(self.model)
 
     def module(self) -> OnnxModule:
         """Return the model as a module that runs in ONNX Runtime: called by input names, gives a dict of tensors."""
@@ -148,24 +149,23 @@ class OnnxProgram(Seen):
         return drift(self.module(), other.module(), batches, held_out)
 
     def _evidence(self, seed: int) -> Evidence | None:
-        judge = self._judge()
-        return gathered(lambda batch: _run(judge, batch), self.trials(seed), judge.precision == "float64")
-
-    def _judge(self) -> OnnxModule:
-        """Return the model in float64; a large one as it is, for memory."""
-        return self.module() if bytes_of(self.model) > ONE_FILE else self.module().double()
+        batches = self.trials(seed)
+        for wide in (True, False) if bytes_of(self.model) <= ONE_FILE else (False,):  # a large one as it is, for memory
+            if found := gathered(partial(_run, isolated(_judge(self.model, wide))), batches, wide):
+                return found
+        return None
 
     def away(self, evidence: Evidence) -> float:
         """Return how far this model's outputs are from another's evidence, relative; 0 where rounding explains it."""
         try:
-            judge = self._judge()
+            judge = isolated(_judge(self.model, evidence.wide))
             found = [_run(judge, batch) for batch in evidence.batches]
         except LnrewriteError:  # what does not run computes nothing
             return math.inf
         error = apart(evidence.outputs, found)
         if error <= FLOOR:
             return 0.0
-        moved = _run(OnnxModule(jittered(judge.model), judge.precision), evidence.batches[-1])
+        moved = _run(isolated(_judge(jittered(self.model), evidence.wide)), evidence.batches[-1])
         return unexplained(error, apart(found[-1:], [moved]))
 
     @property
@@ -193,7 +193,7 @@ class OnnxProgram(Seen):
 
         Raises LnrewriteError LN025 where it cannot be written, LN032 for a .pt2, LN403 where the proof fails.
         """
-        from .exporting import FILE, put
+        from .exporting import TOLERANCE, put
 
         if Path(path).suffix == ".pt2":
             raise LnrewriteError("LN032", str(path), "the model came from an ONNX file", "name an .onnx file")
@@ -201,7 +201,8 @@ class OnnxProgram(Seen):
         if self.style in TARGETS:
             lower(model, TARGETS[self.style], version("onnxruntime"))
         stamp(model, version=__version__, pipeline=",".join(self.done))
-        put(model, check_output(path, force), self, FILE, lambda message: None)
+        bound = TOLERANCE["fp16" if held_in_half(self) else "fp32"]
+        put(model, check_output(path, force), self, bound, lambda message: None)
 
     def export(self, path: str | os.PathLike[str], **how: Any) -> Any:
         """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.exporting.export`."""
@@ -210,7 +211,12 @@ class OnnxProgram(Seen):
         return export(self, path, **how)
 
 
-def _run(module: OnnxModule, batch: Batch) -> Outputs:
+def _judge(model: ir.Model, wide: bool) -> OnnxModule:
+    """Return what runs a model in float64, or as it is."""
+    return OnnxModule(doubled(model), "float64") if wide else runnable(model)
+
+
+def _run(module: torch.nn.Module, batch: Batch) -> Outputs:
     """Return a model's floating point outputs."""
     outputs = module(**batch) if isinstance(batch, Mapping) else module(*batch)
     return [t.double() for t in outputs.values() if t.is_floating_point()]

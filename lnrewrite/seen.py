@@ -86,7 +86,10 @@ class Seen(ABC):
         None where it holds no weights, or takes none of those inputs.
         """
         if seed not in self._heard:
-            self._heard[seed] = self._evidence(seed)
+            try:
+                self._heard[seed] = self._evidence(seed)
+            except LnrewriteError:  # no inputs can be made up, or it does not run at all
+                self._heard[seed] = None
         return self._heard[seed]
 
     @cached_property

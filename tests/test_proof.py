@@ -15,6 +15,7 @@ import torch
 import lnrewrite as lnr
 import zoo
 from commands import fails, ok
+from fuzz.judging import PIPELINES
 from lnrewrite.backends import aten
 from lnrewrite.backends.outputs import apart
 from lnrewrite.backends.surgery import Surgery
@@ -26,14 +27,6 @@ from tiers import rows
 from zoo import strangers
 from zoo.strangers import W
 
-PIPELINES = {
-    **{name: str(lnr.Pipeline.preset(name)) for name in ("exact", "inference", "quantize", "fp16")},
-    "to RMSNorm": "layernorm-to-rmsnorm",
-    "rescale": "rescale-stream{by=0.5}",
-    "rotate": "rotate-stream",
-    "scales": "absorb-scales",
-    "batch norm": "fold-batchnorm",
-}
 RIGHT = 1e-9
 
 

@@ -20,7 +20,6 @@ ONE_FILE = 3 << 29
 """Weights of more bytes than this go into a file of their own: a protobuf ends at 2 GiB."""
 OPERATORS = "lnrewrite.operators"
 """The key under which a file names the operators of lnrewrite that it holds."""
-DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
 
 
 def read(path: Path, name: str, inline: bool = True) -> ir.Model:
@@ -48,9 +47,18 @@ def read(path: Path, name: str, inline: bool = True) -> ir.Model:
             InlinePass()(model)
             model.metadata_props.pop(OPERATORS, None)
         TopologicalSortPass()(model)
+        _unknown_sizes(model)
     except Exception as why:  # whatever a file that breaks a rule leads the library to
         raise check.invalid(f"{type(why).__name__}: {why}") from why
     return model
+
+
+def _unknown_sizes(model: ir.Model) -> None:
+    """Read a negative size, as some exporters write one that is free, as a size that is not known."""
+    for graph in model.graphs():
+        for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
+            if value.shape is not None and any(isinstance(d, int) and d < 0 for d in value.shape):
+                value.shape = ir.Shape([None if isinstance(d, int) and d < 0 else d for d in value.shape])
 
 
 class _Check:
@@ -58,7 +66,6 @@ class _Check:
 
     def __init__(self, proto: onnx.ModelProto, path: Path, name: str) -> None:
         self.proto, self.path, self.name = proto, path, name
-        self.functions = {(f.domain, f.name) for f in proto.functions}
         self.root = path.resolve().parent
 
     def invalid(self, why: str) -> LnrewriteError:
@@ -100,9 +107,6 @@ class _Check:
     def nodes(self, nodes: object, known: set[str] | frozenset[str]) -> None:
         known = set(known) | {o for node in nodes for o in node.output}  # type: ignore[attr-defined]
         for node in nodes:  # type: ignore[attr-defined]
-            known_domain = not node.domain or node.domain.startswith(DOMAINS[1:])
-            if not known_domain and (node.domain, node.op_type) not in self.functions:
-                raise self.invalid(f"{node.op_type} is of the domain {node.domain!r}, which nothing here knows")
             if missing := next((i for i in node.input if i and i not in known), None):
                 raise self.invalid(f"{node.op_type} {node.name!r} reads {missing!r}, which nothing makes")
             for attribute in node.attribute:

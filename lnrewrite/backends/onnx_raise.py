@@ -29,7 +29,7 @@ def raise_norms(
     operators. Returns why a norm was left as it is, by the name of its output; one that stands as its own standard
     operator is left without a word.
     """
-    values = ir.convenience.create_value_mapping(model.graph)
+    values = dict(ir.convenience.create_value_mapping(model.graph))
     left: dict[str, str] = {}
     for output, found in norms.items():
         node = values[output].producer()
@@ -60,7 +60,7 @@ def _beyond(found: Found, graph: OpGraph) -> str:
 class _Raise:
     """Hold what the replacement of one norm needs."""
 
-    def __init__(self, graph: ir.Graph, view: OpGraph, values: Mapping[str, ir.Value]) -> None:
+    def __init__(self, graph: ir.Graph, view: OpGraph, values: dict[str, ir.Value]) -> None:
         self.graph, self.view, self.values = graph, view, values
 
     def one(self, found: Found, site: str) -> None:
@@ -87,6 +87,7 @@ class _Raise:
         name = old.name
         old.name = f"{name}_unfused"
         result.name = name
+        self.values[found.output] = result  # what another norm reads
 
     def node(self, name: str, inputs: list[ir.Value], like: ir.Value, held: Any = None) -> ir.Node:
         made = ir.node(name, inputs, held or {})

@@ -53,6 +53,10 @@ class OnnxModule(torch.nn.Module):
         found = self._watched[key](self.feed(args, inputs))
         return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found, strict=True)}
 
+    def forget(self) -> None:
+        """Drop the sessions that were loaded: their threads do not live on in a process that was forked."""
+        self._watched.clear()
+
     @cached_property
     def inputs(self) -> dict[str, ir.Value]:
         """Return the inputs that a call gives, by name."""
@@ -87,6 +91,13 @@ class OnnxModule(torch.nn.Module):
         except LnrewriteError:
             return OnnxModule(widened(self.model, ir.DataType.FLOAT), "float32")
         return exact
+
+
+def runnable(model: ir.Model) -> OnnxModule:
+    """Return the model as the CPU can run it: in float32, on its rounded weights, where kernels lack (bfloat16)."""
+    if any(v.dtype is ir.DataType.BFLOAT16 for node in model.graph for v in node.outputs):
+        return OnnxModule(widened(model, ir.DataType.FLOAT), "float32")
+    return OnnxModule(model)
 
 
 def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:

@@ -30,6 +30,8 @@ class Edge:
 def moved(graph: OpGraph, op: Op, axis: int, back: bool = False) -> int | None:
     """Return where a shape op moves a (negative) axis of its input; `back`: where an axis of its output comes from."""
     source, target = graph[op.data[0]].shape or (), op.shape or ()
+    if not source or not target:  # of unknown rank
+        return None
     if op.kind == "permute":
         order = _order(op, len(target))
         return order[axis] - len(target) if back else order.index(axis + len(target)) - len(target)

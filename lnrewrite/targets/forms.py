@@ -147,6 +147,9 @@ class _Lowering:
         if not self.target.contrib:
             form, why = self.standard(node)
             return Row(site, form, why)
+        if not _last_axis(node) or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
+            why = "its statistics are read too" if _last_axis(node) else "it runs over several axes"
+            return Row(site, node.op_type, f"{why}: no Skip* operator does that")
         x = node.inputs[0]
         assert x is not None
         turned = reshaped(x)

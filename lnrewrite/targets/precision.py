@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,6 +25,8 @@ from ..diagnostics import LnrewriteError
 
 HALVES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 LARGEST = {ir.DataType.FLOAT16: 65504.0, ir.DataType.BFLOAT16: 3.3895e38}
+FLOAT_ONLY = {"MeanVarianceNormalization"}
+"""Operators whose schema allows half, and whose definition, which runtimes expand, holds float32 constants."""
 MASK = 1e30
 """Finite constants from here on stand for minus infinity, and become the type's largest number."""
 
@@ -126,10 +129,15 @@ class _Lowering:
         allowed = _allowed(node, self.opset, index, None)
         if allowed is not None and _word(self.half) not in allowed:
             return False
-        made = [self.roles[v] for v in node.outputs if v in self.roles]
+        made = [self.roles[v] for v in node.outputs if v in self.roles and self.alike(node, index, v)]
         if made:
             return not SINGLE & set(made)
         return any(self.roles.get(v) is Role.FEATURE for v in node.inputs if v is not None)
+
+    def alike(self, node: ir.Node, index: int, output: ir.Value) -> bool:
+        """Return whether an operator's input and output are of one type: a norm's statistics have one of their own."""
+        given, made = (_formal(node, self.opset, *place) for place in ((index, None), (None, output.index() or 0)))
+        return given is None or made is None or given.type_str == made.type_str
 
     # ---- the rewrite ----
 
@@ -232,9 +240,17 @@ def _word(dtype: ir.DataType) -> str:
 
 def _allowed(node: ir.Node, opset: int, given: int | None, made: int | None) -> frozenset[str] | None:
     """Return the types that an operator takes (gives) there, None where no schema says."""
+    if node.domain == "" and node.op_type in FLOAT_ONLY:
+        return frozenset({_word(ir.DataType.FLOAT)})
+    formal = _formal(node, opset, given, made)
+    return None if formal is None else frozenset(str(t) for t in formal.types)
+
+
+def _formal(node: ir.Node, opset: int, given: int | None, made: int | None) -> Any | None:
+    """Return the formal input (output) of an operator at a place, None where no schema says."""
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
     except onnx.defs.SchemaError:
         return None
     formal, place = (schema.outputs, made) if made is not None else (schema.inputs, given or 0)
-    return frozenset(str(t) for t in formal[min(place, len(formal) - 1)].types) if formal else None
+    return formal[min(place, len(formal) - 1)] if formal else None

@@ -1,0 +1,188 @@
+"""ONNX files as others write them: what they hold is read, written and proved, or left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+import lnrewrite as lnr
+import zoo
+from lnrewrite.backends import onnx_run
+from lnrewrite.backends.onnx_child import Child
+from lnrewrite.backends.onnx_run import OnnxModule
+from lnrewrite.onnx_program import OnnxProgram
+from tiers import rows
+
+WIDTH = 16
+Node = onnx.NodeProto
+
+
+def made(
+    nodes: list[Node], shape: list[Any], arrays: dict[str, Any], opset: int = 18, domain: str = ""
+) -> onnx.ModelProto:
+    """Return a model from x to y whose weights are these arrays."""
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("x", shape), ("y", None)))
+    held = [numpy_helper.from_array(np.asarray(a), n) for n, a in arrays.items()]
+    graph = helper.make_graph(nodes, "g", [x], [y], held)
+    imports = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    return helper.make_model(graph, opset_imports=imports, ir_version=9)
+
+
+def weights(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def written_rms(x: str, gain: str, y: str) -> list[Node]:
+    """Return an RMSNorm in primitives."""
+    return [
+        helper.make_node("Mul", [x, x], [f"{y}.square"]),
+        helper.make_node("ReduceMean", [f"{y}.square", "last"], [f"{y}.mean"]),
+        helper.make_node("Add", [f"{y}.mean", "eps"], [f"{y}.safe"]),
+        helper.make_node("Sqrt", [f"{y}.safe"], [f"{y}.root"]),
+        helper.make_node("Div", [x, f"{y}.root"], [f"{y}.u"]),
+        helper.make_node("Mul", [f"{y}.u", gain], [y]),
+    ]
+
+
+def norm_of_norm() -> onnx.ModelProto:
+    nodes = [*written_rms("x", "g1", "a"), *written_rms("a", "g2", "y")]
+    arrays = {"g1": weights(WIDTH), "g2": weights(WIDTH), "eps": np.float32(1e-5), "last": np.array([-1])}
+    return made(nodes, ["b", "s", WIDTH], arrays)
+
+
+def rank_unknown() -> onnx.ModelProto:
+    nodes = [
+        helper.make_node("Reshape", ["x", "shape"], ["maps"]),
+        helper.make_node("GroupNormalization", ["maps", "g", "b"], ["n"], num_groups=2, epsilon=1e-5),
+        helper.make_node("Transpose", ["n"], ["t"], perm=[0, 2, 3, 1]),
+        helper.make_node("MatMul", ["t", "w"], ["y"]),
+    ]
+    arrays = {"g": weights(8), "b": weights(8), "w": weights(8, 8), "shape": np.array([-1, 8, 4, 4])}
+    return made(nodes, ["b", 8, 4, 4], arrays, 21)
+
+
+def sizes_of_minus_one() -> onnx.ModelProto:
+    return made([helper.make_node("MatMul", ["x", "w"], ["y"])], [-1, -1, WIDTH], {"w": weights(WIDTH, WIDTH)})
+
+
+def over_two_axes() -> onnx.ModelProto:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"]),
+        helper.make_node("Add", ["x", "m"], ["a"]),
+        helper.make_node("LayerNormalization", ["a", "g", "b"], ["n"], axis=1),
+        helper.make_node("Add", ["a", "n"], ["y"]),
+    ]
+    return made(nodes, ["b", 5, WIDTH], {"w": weights(WIDTH, WIDTH), "g": weights(5, WIDTH), "b": weights(5, WIDTH)})
+
+
+def statistics_read() -> onnx.ModelProto:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"]),
+        helper.make_node("Add", ["x", "m"], ["a"]),
+        helper.make_node("LayerNormalization", ["a", "g", "b"], ["n", "mean", "inverse"], axis=-1),
+        helper.make_node("Add", ["n", "mean"], ["y"]),
+    ]
+    return made(nodes, ["b", 5, WIDTH], {"w": weights(WIDTH, WIDTH), "g": weights(WIDTH), "b": weights(WIDTH)})
+
+
+def mean_variance() -> onnx.ModelProto:
+    nodes = [helper.make_node("MeanVarianceNormalization", ["x"], ["n"]), helper.make_node("Relu", ["n"], ["y"])]
+    return made(nodes, ["b", 5, 4, 4], {})
+
+
+MADE: dict[str, Callable[[], onnx.ModelProto]] = {
+    f.__name__: f
+    for f in (norm_of_norm, rank_unknown, sizes_of_minus_one, over_two_axes, statistics_read, mean_variance)
+}
+HOW: list[tuple[str, dict[str, Any]]] = [
+    (name, how)
+    for name in MADE
+    for how in ({"target": "cpu"}, {"target": "cuda"}, {"target": "cuda", "dtype": "fp16"}, {"target": "generic"})
+]
+
+
+@pytest.mark.parametrize(("name", "how"), rows(HOW, sample=HOW[2::8]), ids=str)
+def test_it_is_looked_at_and_exported(name: str, how: dict[str, Any], tmp_path: Path) -> None:
+    onnx.save(MADE[name](), tmp_path / "m.onnx")
+    program = lnr.load(str(tmp_path / "m.onnx"))
+    assert program.inspect()["format"] == "onnx"
+    report = program.export(tmp_path / "out.onnx", **how)
+    assert report.proof is not None and report.proof["verdict"] in ("equal", "within")
+
+
+def test_a_norm_of_a_norm_is_two_operators_and_nothing_else(tmp_path: Path) -> None:
+    onnx.save(norm_of_norm(), tmp_path / "m.onnx")
+    lnr.load(str(tmp_path / "m.onnx")).export(tmp_path / "out.onnx", target="cpu")
+    assert [n.op_type for n in onnx.load(tmp_path / "out.onnx").graph.node] == ["SimplifiedLayerNormalization"] * 2
+
+
+def test_an_operator_that_nothing_knows_can_be_looked_at(tmp_path: Path) -> None:
+    nodes = [
+        *written_rms("x", "g", "n"), helper.make_node("Fancy", ["n"], ["f"], domain="acme"),
+        helper.make_node("MatMul", ["f", "w"], ["m"]), helper.make_node("Add", ["x", "m"], ["y"]),
+    ]  # fmt: skip
+    arrays = {"g": weights(WIDTH), "w": weights(WIDTH, WIDTH), "eps": np.float32(1e-5), "last": np.array([-1])}
+    onnx.save(made(nodes, ["b", "s", WIDTH], arrays, domain="acme"), tmp_path / "m.onnx")
+    program = lnr.load(str(tmp_path / "m.onnx"))
+    seen = program.inspect()
+    assert seen["norms"]["total"] == 1 and any("not tried" in note for note in seen["notes"])
+    with pytest.raises(lnr.LnrewriteError, match="LN403 .*acme:Fancy"):
+        program.export(tmp_path / "out.onnx", target="cpu")
+    assert not (tmp_path / "out.onnx").exists()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_file_that_is_held_in_half_is_rewritten_and_exported(dtype: str, tmp_path: Path) -> None:
+    zoo.program("llama", depth=1).export(tmp_path / "m.onnx", target="cuda", dtype=dtype)
+    program = lnr.load(str(tmp_path / "m.onnx"))
+    result = lnr.Pipeline.parse("place{to=peri}").run(program).program
+    result.save(tmp_path / "peri.onnx")
+    assert lnr.load(str(tmp_path / "peri.onnx")).inspect()["placement"] == "peri"
+    report = program.export(tmp_path / "again.onnx", target="cuda", dtype=dtype)
+    assert report.proof is not None and report.proof["verdict"] in ("equal", "within")
+
+
+# ---- a runtime that dies ----
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ONNX Runtime die of a signal wherever it is not in this process."""
+    here, real = os.getpid(), onnx_run._session
+
+    def session(model: Any) -> Any:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(model)
+
+    monkeypatch.setattr(onnx_run, "_session", session)
+
+
+def test_a_runtime_that_dies_on_a_file_ends_in_a_code(dying: None, tmp_path: Path) -> None:
+    with pytest.raises(lnr.LnrewriteError, match="LN403 .*died on the model: Killed"):
+        zoo.program("pre").export(tmp_path / "out.onnx", target="cpu")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rewrite_that_the_runtime_dies_on_is_not_returned(dying: None) -> None:
+    program = OnnxProgram(zoo.program("pre").to_onnx())
+    assert program.evidence(0) is None
+
+
+def test_a_process_answers_as_the_module_does() -> None:
+    module = OnnxModule(zoo.program("pre").to_onnx())
+    child, inputs = Child(module), zoo.build("pre")[1]
+    for _ in range(2):
+        for one, two in zip(module(**inputs).values(), child(**inputs).values(), strict=True):
+            assert torch.equal(one, two)
+    with pytest.raises(lnr.LnrewriteError, match="LN022"):
+        child(**dict.fromkeys(inputs, torch.zeros(1)))
