@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -286,3 +287,28 @@ def test_an_infinite_output_hides_no_difference(odd: float) -> None:
     assert apart([[x]], [[x]]) == 0 and apart([[x]], [[y]]) == 0.25
     assert apart([[x]], [[-y]]) == (math.inf if odd == odd else 1.5 + 0.75)
     assert apart([[x]], [[y.nan_to_num(0.0, 0.0, 0.0)]]) == math.inf
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_that_are_widened_in_turn_do_not_run_into_each_other(seed: int) -> None:
+    """Views of one weight live on while the next one of its size is widened."""
+
+    class Views(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.w = torch.nn.ParameterList([torch.randn(300, 300) for _ in range(4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            turned = [w.t() for w in self.w]
+            halves = [w[:150] for w in self.w]
+            x = x + sum(torch.tanh(x @ t) for t in turned)
+            return x + sum(x[..., :150] @ h for h in halves)
+
+    module, x = Views().eval(), torch.randn(2, 5, 300)
+    found = lnr.capture(module, (x,)).evidence(0)
+    assert found is not None and found.wide
+    for batch, (output,) in zip(found.batches, found.outputs, strict=True):
+        with zoo.float64():
+            want = copy.deepcopy(module).double()(*(v.double() for v in batch.values()))
+        torch.testing.assert_close(output, want, rtol=1e-12, atol=1e-9)
