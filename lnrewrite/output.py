@@ -47,13 +47,13 @@ def output_named(output: str, default: str) -> Path:
 def check_output(path: str | os.PathLike[str], force: bool) -> Path:
     """Return the file to write. Raises LnrewriteError LN025 where it cannot be, or where something stands there.
 
-    With `force` a file or a link may stand there; the link is replaced, not what it leads to.
+    With `force` a file may stand there, or a link to a file or to nothing: the link is replaced, not what it leads to.
     """
     target = Path(path)
     if not os.fspath(path):
         raise LnrewriteError("LN025", repr(path), "it names nothing", "name a file")
     there = standing(target)
-    if there == "a folder" or there and there not in REPLACEABLE:
+    if there not in ("", "a file", f"{LINK}a file", f"{LINK}nothing"):
         raise LnrewriteError("LN025", str(path), f"it is {there}", "name a file")
     if there and not force:
         raise LnrewriteError("LN025", str(path), "it exists", TAKEN)
@@ -64,17 +64,20 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
 def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> Path:
     """Return the folder to write. Raises LnrewriteError LN025 where it cannot be, or where something stands there.
 
-    With `force` a checkpoint may stand there and nothing else, or a link; the link is replaced.
+    With `force` a checkpoint may stand there and nothing else, or a link to a folder or to nothing: the link is
+    replaced, not what it leads to.
     """
     target = Path(output)
     if not os.fspath(output).strip():
         raise LnrewriteError("LN025", repr(output), "it names nothing (an unset variable?)", "name a folder")
+    if target.name in ("", ".."):
+        raise LnrewriteError("LN025", str(output), "it names no folder that could be made", "name a new folder")
     there, real, home = standing(target), *(Path(os.path.realpath(path)) for path in (target, source))
     if there and home.is_relative_to(real):
         raise LnrewriteError("LN025", str(output), "it holds the source", "choose another name")
     if real.is_relative_to(home):
         raise LnrewriteError("LN025", str(output), "it would lie in the source folder", "choose another place")
-    if there and there not in ("a folder", *LINKS):
+    if there not in ("", "a folder", f"{LINK}a folder", f"{LINK}nothing"):
         raise LnrewriteError("LN025", str(output), f"it is {there}", "name a folder, or a .pt2 or .onnx file")
     if there and not force:
         raise LnrewriteError("LN025", str(output), "it exists", TAKEN)
@@ -127,8 +130,7 @@ def check_parent(target: Path) -> None:
         raise LnrewriteError("LN025", str(target), said, "choose another folder") from why
 
 
-LINKS = ("a link", "a link that leads nowhere")
-REPLACEABLE = ("a file", *LINKS)
+LINK = "a link to "
 KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISREG, "a file"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
     (stat.S_ISBLK, "a device"), (stat.S_ISCHR, "a device"),
@@ -145,14 +147,8 @@ def standing(path: Path, follow: bool = False) -> str:
         said = getattr(why, "strerror", None) or str(why)
         raise LnrewriteError("LN025", str(path), said, "choose another name") from why
     if stat.S_ISLNK(mode):
-        return LINKS[not _leads(path)]
+        try:
+            return LINK + (standing(path, follow=True) or "nothing")
+        except LnrewriteError:  # a loop of links
+            return f"{LINK}nothing"
     return next((word for kind, word in KINDS if kind(mode)), "no file")
-
-
-def _leads(link: Path) -> bool:
-    """Return whether a link leads anywhere; one in a loop does not."""
-    try:
-        os.stat(link)
-    except OSError:
-        return False
-    return True
