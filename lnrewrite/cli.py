@@ -14,12 +14,13 @@ from . import __version__
 from .console import Group, show, working
 from .diagnostics import LnrewriteError, UsageError, unknown
 from .healing.command import heal
-from .options import ACCEPT, OUT, check_data, check_paths, feed_of, opened, options, target_of
+from .options import ACCEPT, OUT, SEED, check_data, check_paths, feed_of, opened, options, target_of, tell_name
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline, Result
     from .report import Report
 
+OPSET, THREADS, ROUNDS = click.IntRange(1, 1000), click.IntRange(1, 1024), click.IntRange(1, 100_000)
 PLACEMENTS = ("pre", "post", "peri", "output", "none")
 
 
@@ -101,7 +102,7 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
 @click.option("-o", "--output", required=True, metavar="OUT", help="The file to write (.onnx).")
 @click.option("--target", metavar="TARGET", required=True, help="cpu, cuda, tensorrt or generic.")
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.")
-@click.option("--opset", type=int, metavar="N", help="The operator set; default 18, or the ONNX file's own.")
+@click.option("--opset", type=OPSET, metavar="N", help="The operator set; default 18, or the ONNX file's own.")
 @click.option("--optimize", metavar="MODE", help="auto or none: fuse the rest too; default auto for cpu, cuda.")
 @click.option("--fuse", default="ops", show_default=True, help="ops: what ONNX Runtime has; custom: lnrewrite's too.")
 @click.option("--no-verify", is_flag=True, help="Do not run the file against the model. Nothing proves it then.")
@@ -134,6 +135,7 @@ def export(
         show(json.dumps(report.to_dict()))
     elif not quiet:
         show(str(report))
+    tell_name(output, target)
 
 
 @main.command()
@@ -170,10 +172,10 @@ main.add_command(heal)
 @main.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option("--target", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of an operator.")
+@click.option("--threads", type=THREADS, default=1, show_default=True, help="CPU threads of an operator.")
 @click.option("--input", "inputs", multiple=True, metavar="SPEC", help="name=dtype[d0,d1], or .npz/.pt.")
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="Sessions made of each model.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of everything random.")
+@click.option("--rounds", type=ROUNDS, default=9, show_default=True, help="Sessions made of each model.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of everything random.")
 @options()
 def bench(models: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **how: Any) -> None:
     """Time ONNX models in ONNX Runtime, paired and interleaved, against the first."""
@@ -204,9 +206,14 @@ def kernels(context: click.Context) -> None:
 @kernels.command()
 @click.option("-o", "--output", metavar="FILE", help="The library; default: where sessions look for it.")
 @click.option("--cuda/--no-cuda", default=None, help="With or without CUDA; default: with it where nvcc is found.")
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
 @options()
-def build(output: str | None, cuda: bool | None, as_json: bool, quiet: bool, verbose: bool) -> None:
+def build(output: str | None, cuda: bool | None, force: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
     """Compile the library of operators with the C++ compiler, and nvcc, that are here."""
+    if output is not None:
+        from .output import check_output
+
+        check_output(output, force)
     with working(quiet, "compiling") as say:
         from .kernels.building import build as compiled
 
@@ -311,6 +318,7 @@ def _rewrite(
             result.program.save(target, force=force)
     if no_verify:
         click.echo(f"warning: nothing shows that {target or 'the result'} computes what {model} does", err=True)
+    tell_name(output, target)
     _tell(pipeline, report, "" if target else "\n\ndry run: nothing was written", as_json, quiet)
     return 3 if report.refusals and partial and not preset else 0
 

@@ -59,6 +59,8 @@ class Group(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted from None
+        except SystemExit as error:
+            raise _exited(error) from error
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Find the command, or suggest the nearest."""
@@ -79,6 +81,12 @@ def _told(error: click.ClickException) -> tuple[dict[str, str], str, int]:
         what = f"there is no option {error.option_name}"
     told = UsageError("LN003", where, what, remedy)
     return told.to_dict(), str(told), told.exit_code
+
+
+def _exited(error: SystemExit) -> LnrewriteError:
+    """Tell that foreign code ended Python, in the middle of a command: its exit code would look like ours."""
+    why = f"code that the model, the data or a plugin brought left Python (SystemExit, {error.code!r})"
+    return LnrewriteError("LN019", "the command", why, "take the call to exit out of that code")
 
 
 def _fail(words: list[str], row: dict[str, Any], line: str, code: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .backends.fixed import elsewhere, other_path
 from .diagnostics import LnrewriteError, did_you_mean
 from .inputs import random_tensor, read_tensors
-from .open import import_object
+from .open import RAISED, import_object
 
 Batch = dict[str, Tensor]
 Axes = Mapping[str, Mapping[int, str]]
@@ -245,7 +245,7 @@ def imported(data: str, limit: int | None = None) -> Iterator[Any]:
     try:
         items: Iterable[Any] = source if not callable(source) or hasattr(source, "__iter__") else source()
         iterator = iter(items)
-    except Exception as error:  # whatever the user's code raises
+    except RAISED as error:  # whatever the user's code raises
         raise bad(
             data, f"it gives no batches: {type(error).__name__}: {error}", "name an iterable of batches"
         ) from error
@@ -255,7 +255,7 @@ def imported(data: str, limit: int | None = None) -> Iterator[Any]:
             item = next(iterator)
         except StopIteration:
             break
-        except Exception as error:  # whatever the user's code raises
+        except RAISED as error:  # whatever the user's code raises
             raise bad(data, f"batch {count} raised {type(error).__name__}: {error}", "check the iterable") from error
         yield item
         count += 1

@@ -19,8 +19,8 @@ class LnrewriteError(Exception):
     exit_code = 1
 
     def __init__(self, code: str, what: str, why: str, remedy: str) -> None:
-        self.code, self.what, self.why, self.remedy = code, what, one_line(why), one_line(remedy)
-        super().__init__(f"{code} {what}: {self.why}; {self.remedy}")
+        self.code, self.what, self.why, self.remedy = code, one_line(what), one_line(why), one_line(remedy)
+        super().__init__(f"{code} {self.what}: {self.why}; {self.remedy}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Come back whole from a worker process, whatever the class is made of."""
@@ -54,8 +54,8 @@ class Refused(LnrewriteError):
 
 
 def one_line(text: str) -> str:
-    """Fold a message, which may come from another library, into one line of at most 300 characters."""
-    flat = " ".join(text.split())
+    """Fold a message, which may come from another library or a file, into one printable line of 300 characters."""
+    flat = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     return flat if len(flat) <= 300 else flat[:297] + "..."
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -25,6 +24,7 @@ from .detect.naming import norm_names
 from .detect.norms import find_norms
 from .diagnostics import LnrewriteError, UsageError, unknown
 from .kernels.library import DOMAIN, find
+from .landing import failing, land, room
 from .output import check_output
 from .plan import Exactness, Refusal
 from .report import Form, Report
@@ -103,7 +103,7 @@ def export(
     stamp(model, version=__version__, target=target, dtype=dtype)
     if program.fixed_paths:
         stamp(model, fixed_paths=json.dumps(program.fixed_paths))
-    found = put(model, output, program if verify else None, bound, say)
+    found = put(model, output, program if verify else None, bound, say, force=force)
     placement = program.network.placement
     return Report(
         "", Exactness.ALGEBRAIC, (), placement, placement, notes=tuple(notes), output=str(output),
@@ -153,24 +153,28 @@ def wrong(program: Any, model: ir.Model, bound: float) -> str:
 
 
 def put(
-    model: ir.Model, output: Path, program: Any | None, bound: float, say: Callable[[str], None]
+    model: ir.Model,
+    output: Path,
+    program: Any | None,
+    bound: float,
+    say: Callable[[str], None],
+    *,
+    force: bool = True,
 ) -> dict[str, Any] | None:
     """Write a model, prove what was written against `program` (None: do not), and move it into place.
 
     Raises LnrewriteError LN403 where the file does not load or gives other numbers: then nothing is kept.
     """
     found = None
-    try:
-        with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=".lnrewrite-") as folder:
-            say(f"writing {output}")
-            files = write(model, Path(folder) / output.name)
-            if program is not None:
-                say("proving the file")
-                found = proved(program, files[0], output, bound)
-            for file in reversed(files):
-                os.replace(file, output.absolute().parent / file.name)
-    except OSError as why:
-        raise LnrewriteError("LN025", str(output), str(why), "free some room or choose another folder") from why
+    with failing(output), room(output.absolute().parent) as folder:
+        say(f"writing {output}")
+        files = write(model, folder / output.name)
+        if program is not None:
+            say("proving the file")
+            found = proved(program, files[0], output, bound)
+        for file in reversed(files):
+            with failing(place := output.with_name(file.name)):
+                land(file, place, force=force)
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,8 +20,9 @@ from .backends.lift import parameter_names
 from .backends.shards import Stored, Writer, stored_in
 from .diagnostics import LnrewriteError
 from .forms import check_safetensors, damaged
+from .landing import failing, land, room
 from .modeling import FILE, KEY, generate
-from .output import check_parent
+from .output import check_replaceable
 from .pickles import Damaged
 from .report import Report
 from .saving import recorded
@@ -95,45 +95,23 @@ class Done:
     check: Callable[[Path], None]
 
 
-def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> Path:
-    """Return the folder to write. Raises LnrewriteError LN025 where it cannot be."""
-    target = Path(output)
-    if target.exists():
-        if target.resolve() == source.resolve() or source.resolve().is_relative_to(target.resolve()):
-            raise LnrewriteError("LN025", str(output), "it holds the source", "choose another name")
-        if not target.is_dir():
-            raise LnrewriteError("LN025", str(output), "it is a file", "name a folder, or a .pt2 or .onnx file")
-        if not force:
-            raise LnrewriteError("LN025", str(output), "it exists", "choose another name or use --force")
-    check_parent(target)
-    if target.resolve().is_relative_to(source.resolve()):
-        raise LnrewriteError("LN025", str(output), "it would lie in the source folder", "choose another place")
+def check_room(target: Path, source: Path) -> None:
+    """Raise LnrewriteError LN025 where the disk has less room than the source takes."""
     needed = sum(p.stat().st_size for p in source.iterdir() if p.is_file())
     if (free := shutil.disk_usage(target.absolute().parent).free) < needed:
         why = f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free"
-        raise LnrewriteError("LN025", str(output), why, "free some room or choose another folder")
-    return target
+        raise LnrewriteError("LN025", str(target), why, "free some room or choose another folder")
 
 
 @contextmanager
-def whole(target: Path) -> Iterator[Path]:
+def whole(target: Path, source: Path, force: bool) -> Iterator[Path]:
     """Give a folder beside the target that takes its place when all went well, and is gone when not."""
-    try:
-        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".lnrewrite-") as room:
-            whole, old = Path(room, "whole"), Path(room, "old")
-            whole.mkdir()
-            yield whole
-            replaced = target.exists()
-            try:
-                if replaced:
-                    os.rename(target, old)
-                os.rename(whole, target)
-            except BaseException:
-                if replaced and not target.exists():
-                    os.rename(old, target)
-                raise
-    except OSError as why:
-        raise LnrewriteError("LN025", str(target), str(why), "free some room or choose another folder") from why
+    with failing(target), room(target.absolute().parent) as place:
+        made = place / "whole"
+        made.mkdir()
+        yield made
+        check_replaceable(target, source)  # again: something may have been put there since
+        land(made, target, force=force)
 
 
 def write_folder(folder: Path, source: Path, done: Done, pipeline: str, say: Callable[[str], None]) -> None:

@@ -27,11 +27,12 @@ from .backends.widened import Read, Widened
 from .calibration import flat_inputs
 from .checkpoints import empty_model
 from .diagnostics import LnrewriteError
-from .folder_writing import Done, Source, check_folder, held_by, whole, write_folder
+from .folder_writing import Done, Source, check_room, held_by, whole, write_folder
 from .forms import Form, identify
 from .inputs import infer_inputs, parse_inputs, vocabulary_of
 from .live import EXACT, ROUNDED, difference, restructure, rewrite
 from .open import Opened, open_module
+from .output import check_folder
 from .pipeline import Batch, Pipeline
 from .plan import Exactness, Proposal
 from .program import Program
@@ -107,6 +108,7 @@ def rewrite_folder(
     form, say = identify(model), progress or (lambda message: None)
     assert form.path is not None
     target = check_folder(output, form.path, force)
+    check_room(target, form.path)
     done = None
     if all(item.exactness < Exactness.CALIBRATED and not item.needs_data for item in pipeline.passes):
         done = _streamed(form, pipeline, partial, seed, inputs, say, trust_remote_code, verify)
@@ -115,7 +117,7 @@ def rewrite_folder(
         load = functools.partial(open_module, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
         done = _loaded(form, load, pipeline, calibrate, data, partial, seed, inputs, say, verify)
     check(done.report)
-    with whole(target) as folder:
+    with whole(target, form.path, force) as folder:
         write_folder(folder, form.path, done, str(pipeline), say)
         say("checking what was written")
         done.check(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,14 +148,20 @@ def _dtype(spec: str, name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+ELEMENTS = 2**31
+"""A made-up input has fewer elements."""
+
+
 def _dims(spec: str, text: str) -> list[int | str]:
     """Read `d0,d1,...`: positive numbers and names."""
     dims: list[int | str] = []
     for word in text.split(",") if text.strip() else []:
         word = word.strip()
-        if not (word.isidentifier() or word.isascii() and word.isdigit() and int(word) > 0):
+        if not (word.isidentifier() or word.isascii() and word.isdigit() and len(word) < 20 and int(word) > 0):
             raise _bad(spec, f"the dimension {word!r} is neither a positive number nor a name")
         dims.append(int(word) if word.isdigit() else word)
+    if math.prod(d for d in dims if isinstance(d, int)) >= ELEMENTS:
+        raise _bad(spec, "it is larger than any input that could be made up", "give smaller dimensions")
     return dims
 
 

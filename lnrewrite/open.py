@@ -24,6 +24,9 @@ _OUTPUT = re.compile(rb'"type\\*": \\*"(transformers(?:\.\w+)+)\\*"')  # in JSON
 Factory = str | Callable[[], Any]
 State = dict[str, "torch.Tensor"]
 
+RAISED = (Exception, SystemExit)
+"""What code of the user's may raise; SystemExit would leave with its code and without a word."""
+
 _WRAPPERS = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
 _ENTRIES = ("state_dict", "model_state_dict", "model")  # where a training checkpoint keeps its weights
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
@@ -81,7 +84,7 @@ def import_object(reference: str, code: str = "LN019") -> Any:
     _import_from_here()
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:  # whatever the imported code raises
+    except RAISED as error:  # whatever the imported code raises
         raise _failed(reference, f"importing {module_name} raised {_told(error)}", code) from error
     for part in path.split("."):
         if not hasattr(found, part):
@@ -109,7 +112,7 @@ def build(factory: Factory) -> tuple[torch.nn.Module, dict[str, Any] | None]:
             raise _failed(name, f"it is a {type(made).__name__}, neither callable nor a module")
         try:
             made = made()
-        except Exception as error:  # whatever the user's code raises
+        except RAISED as error:  # whatever the user's code raises
             raise _failed(name, f"it raised {_told(error)}") from error
     inputs = None
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,9 @@ if TYPE_CHECKING:
     from .pipeline import Batch
     from .program import Program
     from .report import Report
+
+SEED = click.IntRange(0, 2**63 - 1)
+"""What torch's and numpy's generators take."""
 
 OUT = "What to write: .pt2, .onnx, or of a checkpoint folder a folder."
 
@@ -40,9 +42,7 @@ def options(*, model: bool = False, writes: bool = False) -> Callable[[Any], Any
                 click.option("--trust-pickle", is_flag=True, help="Allow a file to run code while it is loaded."),
                 click.option("--trust-remote-code", is_flag=True, help="Allow a checkpoint folder's own Python code."),
                 click.option("--device", default="cpu", show_default=True, help="Where to run the model."),
-                click.option(
-                    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of everything random."
-                ),
+                click.option("--seed", type=SEED, default=0, show_default=True, help="Of everything random."),
             ]
         if writes:
             options += [
@@ -99,19 +99,15 @@ def check_device(device: str) -> None:
 
 def target_of(output: str, force: bool, default: str = ".pt2") -> Path:
     """Return the file to write, `default` where it has no suffix. Raises LN025 where it cannot be written."""
-    from .output import check_output
+    from .output import check_output, output_named
 
-    suffix = Path(output).suffix
-    if suffix not in ("", ".pt2", ".onnx"):
-        raise UsageError("LN025", output, f"{suffix} is no form of model that is written", "name a .pt2 or .onnx file")
-    target = check_output(output if suffix else f"{output}{default}", force)
-    try:
-        tempfile.TemporaryFile(
-            dir=target.absolute().parent
-        ).close()  # permissions alone do not tell: a full disk, /proc
-    except OSError as why:
-        raise LnrewriteError("LN025", str(target), f"its folder: {why.strerror}", "choose another folder") from why
-    return target
+    return check_output(output_named(output, default), force)
+
+
+def tell_name(output: str | None, target: Path | None) -> None:
+    """Say under which name OUT was written where that is not the name that was given."""
+    if target is not None and output is not None and Path(output) != target:
+        click.echo(f"note: {output} has no suffix: it is written as {target}", err=True)
 
 
 def check_data(calibrate: str | None) -> None:

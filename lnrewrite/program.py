@@ -25,8 +25,9 @@ from .backends.surgery import Surgery
 from .detect.naming import norm_names
 from .detect.norms import find_norms
 from .diagnostics import LnrewriteError
+from .landing import poured, write_whole
 from .opgraph import OpGraph
-from .output import check_output, write_whole
+from .output import check_output
 from .pipeline import Batch, Pipeline
 from .plan import Proposal
 from .proving import Evidence, away, evidence
@@ -226,7 +227,7 @@ class Program(Seen):
         for graph in (m.graph for m in program.graph_module.modules() if hasattr(m, "graph")):
             for node in graph.nodes:
                 node.meta.pop("from_node", None)  # holds ids of this process: the same model shall give the same bytes
-        write_whole(target, lambda temporary: torch.export.save(program, temporary))
+        write_whole(target, poured(lambda stream: torch.export.save(program, stream)), force=force)
 
 
 def capture(

@@ -162,7 +162,8 @@ class Report:
             yield from _some(f"  {refusal}" for refusal in self.refusals)
         if self.not_applicable:
             yield ""
-            yield f"not applicable: {len(self.not_applicable)} sites"
+            yield f"not applicable: {len(self.not_applicable)}"
+            yield from _some(f"  {row.site}: {row.why}" for row in self.not_applicable)
 
     def _forms(self) -> Iterator[str]:
         """Yield a line for each form and each reason, with the number of norms; those left decomposed by name."""

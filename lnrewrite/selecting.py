@@ -17,7 +17,7 @@ def select(network: Network, expression: str | None) -> frozenset[str]:
 
     A term is an index over all blocks in execution order (3), a range (0-5, both ends included), a share from either
     end (first:2, last:25%, rounded up), a kind (attention, mlp) or a glob over names. None selects every block.
-    Raises UsageError LN004 for a term that is no term or names no block.
+    Raises UsageError LN004 for a term that is no term (a number of more than nine digits, `**`) or names no block.
     """
     if expression is None:
         return frozenset(block.name for block in network.blocks)
@@ -35,6 +35,10 @@ def select(network: Network, expression: str | None) -> frozenset[str]:
 def _term(blocks: Sequence[Block], term: str) -> set[str]:
     """Return the names that one term selects."""
     names = [block.name for block in blocks]
+    if "**" in term:
+        raise UsageError("LN004", f"block selection {term!r}", "one star stands for any text", "write * once")
+    if re.search(r"\d{10}", term):
+        raise UsageError("LN004", f"block selection {term!r}", "no number is that large", "name a block that is there")
     if term in ("attention", "mlp"):
         kinds = ("mlp", "moe") if term == "mlp" else ("attention",)
         return {block.name for block in blocks if block.kind in kinds}
@@ -53,4 +57,7 @@ def _count(term: str, share: str, total: int) -> int:
     if not found:
         why, remedy = "expected a count or a share", "write first:2 or last:25%"
         raise UsageError("LN004", f"block selection {term!r}", why, remedy)
+    if found[1] and float(found[1]) > 100:
+        why = f"{found[1]}% is more than all of the blocks"
+        raise UsageError("LN004", f"block selection {term!r}", why, "write a share up to 100%")
     return min(total, math.ceil(total * float(found[1]) / 100) if found[1] else int(found[2]))

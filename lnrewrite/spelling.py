@@ -138,6 +138,8 @@ def _choices(hint: Any) -> list[Any]:
 
 
 _NO = object()
+LARGEST = 2**63
+"""Integers are smaller than that, as seeds and sizes are everywhere below."""
 
 
 def _parse(text: str, choice: Any) -> Any:
@@ -153,7 +155,9 @@ def _parse(text: str, choice: Any) -> Any:
         value = choice(text)
     except ValueError:
         return _NO
-    return _NO if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value) or isinstance(value, int) and abs(value) >= LARGEST:
+        return _NO
+    return value
 
 
 def _print(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -109,12 +110,18 @@ def _compared(
 
 
 def check_tolerance(tolerance: str | float | None) -> float:
-    """Return the relative error that a tolerance allows. Raises UsageError LN003 for a word that is no class."""
+    """Return the relative error that a tolerance allows.
+
+    Raises UsageError LN003 for a word that is no class, and for a number that is negative, infinite or NaN.
+    """
     if tolerance is None:
         return TOLERANCE[Exactness.ALGEBRAIC]
     try:
-        return float(tolerance)
-    except ValueError:
+        if not 0 <= (bound := float(tolerance)) < math.inf:
+            why = "no error is compared with that"
+            raise UsageError("LN003", f"tolerance {tolerance!r}", why, "give a finite number that is not negative")
+        return bound
+    except (ValueError, OverflowError):
         known = {str(e): t for e, t in TOLERANCE.items()}
         if tolerance not in known:
             why = "it is neither a number nor an exactness class"

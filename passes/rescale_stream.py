@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lnrewrite.pipeline import Context
 
 FP16 = 65504.0
+LARGEST = 1e9
+"""A stream is not multiplied by more: its squares have to stay in float32."""
 MASK = 1e30
 
 
@@ -86,8 +88,8 @@ class RescaleStream:
     def __post_init__(self) -> None:
         if (self.by is None) == (self.fit is None):
             raise ValueError("one of by= and fit= is needed, by=0.5 or fit=fp16")
-        if not (self.by is None or (np.isfinite(self.by) and self.by > 0)) or not 0 < self.share <= 1:
-            raise ValueError("by must be positive and finite, share between 0 and 1")
+        if not (self.by is None or 1 / LARGEST <= self.by <= LARGEST) or not 0 < self.share <= 1:
+            raise ValueError(f"by must be positive, from {1 / LARGEST:g} to {LARGEST:g}, share between 0 and 1")
 
     @property
     def needs_data(self) -> bool:

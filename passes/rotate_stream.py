@@ -62,6 +62,10 @@ class RotateStream:
     block: int = 0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.block < 0 or self.seed < 0:
+            raise ValueError("block and seed must not be negative")
+
     def propose(self, stream: Stream, context: Context) -> Proposal:
         """Propose one change of the whole stream."""
         if not stream.width:

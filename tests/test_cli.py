@@ -353,7 +353,7 @@ def test_a_fault_of_ours_is_one_line_and_a_traceback_only_with_v(monkeypatch: py
 def test_ctrl_c_leaves_nothing_behind(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def pressed(*args: Any, **_: Any) -> None:
         if moment == "save":
-            Path(args[1]).write_bytes(b"half")
+            args[1].write(b"half")
         raise KeyboardInterrupt
 
     owner, name = (Pipeline, "run") if moment == "run" else (torch.export, "save")

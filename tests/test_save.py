@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite import output
+from lnrewrite import landing
 from tiers import rows
 from zoo import nets
 
@@ -189,7 +189,7 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
 def test_write_whole_replaces_and_is_readable(tmp_path: Path) -> None:
     target = tmp_path / "file.bin"
     for content in (b"one", b"two"):
-        output.write_whole(target, lambda t, c=content: Path(t).write_bytes(c))  # type: ignore[misc]
+        landing.write_whole(target, lambda t, c=content: Path(t).write_bytes(c))  # type: ignore[misc]
         assert target.read_bytes() == content
     assert [p.name for p in tmp_path.iterdir()] == ["file.bin"] and target.stat().st_mode & 0o444 == 0o444
 

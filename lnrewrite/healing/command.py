@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from ..console import show, working
-from ..diagnostics import LnrewriteError
-from ..options import ACCEPT, check_data, check_device, check_paths, opened, options, target_of
+from ..diagnostics import LnrewriteError, UsageError
+from ..options import ACCEPT, check_data, check_device, check_paths, opened, options, target_of, tell_name
 
 
 @click.command()
@@ -31,7 +31,7 @@ from ..options import ACCEPT, check_data, check_device, check_paths, opened, opt
 @click.option("--batch", default=16, show_default=True, help="Rows of a step, over all processes.")
 @click.option("--accumulate", default=1, show_default=True, help="Micro-batches of a step.")
 @click.option("--rehearse", default=0.0625, show_default=True, help="This share of the rows holds random tokens.")
-@click.option("--length", type=click.IntRange(2), help="Tokens of a window cut from a text.")
+@click.option("--length", type=click.IntRange(2, 2**20), help="Tokens of a window cut from a text.")
 @click.option("--lr", default=3e-4, show_default=True, help="Peak learning rate.")
 @click.option("--gain-lr", default=10.0, show_default=True, help="Gains and biases learn so many times faster.")
 @click.option("--control-lr", type=float, help="The control's peak learning rate; default --lr.")
@@ -74,6 +74,8 @@ def heal(
             why = "an ONNX file can be rewritten and run, not trained"
             raise LnrewriteError("LN601", f"model {model!r}", why, "heal the torch model, then export it")
     target = target_of(output, force)
+    if run is not None and not run.strip():
+        raise UsageError("LN003", f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
     for name in (data, held_out):
         check_data(name)
     given = {name: how.pop(name) for name in ("inputs", "factory", "trust_pickle", "trust_remote_code")}
@@ -92,10 +94,11 @@ def heal(
         assert isinstance(first, Program) and isinstance(second, Program)
         folder = run or f"{target}.run"
         places: dict[str, Any] = {"output": target, "held_out": held_out, "length": length, "run": folder}
-        found = run_it(first, second, data, recipe, device=device, resume=resume, progress=say, **places)
+        found = run_it(first, second, data, recipe, device=device, resume=resume, force=force, progress=say, **places)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
         show(json.dumps(found.report.to_dict()))
     elif not quiet:
         show(str(found.report))
+    tell_name(output, target)

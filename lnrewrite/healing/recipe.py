@@ -14,6 +14,10 @@ TRAINED = {
 }
 """What `train` may be, in words."""
 
+LEAST = {"steps": 1, "local_steps": 0, "batch": 1, "accumulate": 1, "every": 1, "warmup": 0}
+MOST = 10**9
+"""The least and the most that each count may be."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -67,16 +71,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.train not in TRAINED:
             _wrong("train", self.train, did_you_mean(self.train, TRAINED))
-        for name, least in (
-            ("steps", 1),
-            ("local_steps", 0),
-            ("batch", 1),
-            ("accumulate", 1),
-            ("every", 1),
-            ("warmup", 0),
-        ):
-            if getattr(self, name) < least:
-                _wrong(name, getattr(self, name), f"give at least {least}")
+        for name, least in LEAST.items():
+            if not least <= getattr(self, name) <= MOST:
+                _wrong(name, getattr(self, name), f"give {least} to {MOST}")
         if self.batch % self.accumulate:
             _wrong("batch", self.batch, f"give a multiple of accumulate, {self.accumulate}")
         if not 0 < self.ramp <= 1:
@@ -87,9 +84,12 @@ class Recipe:
             _wrong("stages", ",".join(self.stages), "add progressive: only there norms move in stages")
         if self.local_steps and self.progressive:
             _wrong("local_steps", self.local_steps, "leave it out: progressive starts at the teacher, block by block")
-        for name in ("lr", "gain_lr", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                _wrong(name, getattr(self, name), "give a positive number")
+        for name in ("lr", "gain_lr", "clip", "control_lr"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                _wrong(name, value, "give a positive number")
+        if not 0 <= self.decay < math.inf:
+            _wrong("decay", self.decay, "give a number that is not negative")
 
     def share(self, step: int, steps: int) -> float:
         """Return the share of the learning rate at a step of `steps`, counted from 0."""

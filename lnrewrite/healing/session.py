@@ -18,7 +18,7 @@ from torch import nn
 from ..backends.capture import evaluating
 from ..backends.captured import CapturedModule, stored
 from ..diagnostics import LnrewriteError, UsageError
-from ..output import write_text_whole
+from ..landing import write_text_whole
 from ..program import Program, capture
 from ..stream import Where
 from ..trunk import switches, usual_norm
@@ -235,6 +235,7 @@ def heal(
     kwargs: Mapping[str, Any] | None = None,
     run: str | Path | None = None,
     resume: bool = False,
+    force: bool = True,
     device: str = "cpu",
     progress: Callable[[str], None] | None = None,
     **choices: Any,
@@ -247,9 +248,9 @@ def heal(
     is held out, or `held_out` names other data. length: tokens of a window cut from a text. recipe, or its fields as
     keywords: steps=1000, progressive=True, lr=1e-4, as `Recipe` explains them.
 
-    output: where to write the result (.pt2 or .onnx). run: the folder of checkpoints, log.jsonl and loss.html; None
-    uses a temporary one. resume: go on where that run stopped; the same seed gives the same weights. Dropout stays
-    off. Under torchrun the work is shared over all processes (FSDP2).
+    output: where to write the result (.pt2 or .onnx); `force`: over what stands there. run: the folder of checkpoints,
+    log.jsonl and loss.html; None uses a temporary one. resume: go on where that run stopped; the same seed gives the
+    same weights. Dropout stays off. Under torchrun the work is shared over all processes (FSDP2).
 
     Raises LnrewriteError: LN022 data, LN601 the student is no conversion of the teacher, LN602 no exact start, LN604
     NaN, LN605 run folder, LN025 no room; UsageError LN003. Sources: local, then global: arXiv 2410.10254; removal by
@@ -276,7 +277,7 @@ def heal(
             module = give_back(student, healed)
         if output and world.first:
             say(f"writing {output}")
-            healed.save(output)
+            healed.save(output, force=force)
         snapshots.end()
     report = replace(report, run=str(run) if run else None, output=str(output) if output else None)
     return Healed(healed, module, report)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from ..diagnostics import LnrewriteError
-from ..output import write_text_whole
+from ..landing import write_text_whole
 from .world import World
 
 CHECKPOINT = re.compile(r"\.?(local|global|control)-\d{6}")
@@ -38,23 +38,39 @@ class Snapshots:
         Raises LnrewriteError LN605 where it holds another run, or one that was not to be resumed.
         """
         self.folder, self.world = folder, world
-        held = folder / "run.json"
         text = json.dumps(asked, indent=1, sort_keys=True, default=str)
-        if held.exists() and not resume:
+        was = self._asked()
+        if was is None and resume:
+            why, remedy = "it holds no run to go on with", "leave --resume out, or name the run's folder with --run"
+            raise LnrewriteError("LN605", str(folder), why, remedy)
+        if was is not None and not resume:
             why, remedy = "it holds a run that did not end", "go on with --resume, or remove the folder"
             raise LnrewriteError("LN605", str(folder), why, remedy)
-        if held.exists() and held.read_text() != text:
-            was = json.loads(held.read_text())
+        if was is not None and was != json.loads(text):
             other = sorted(k for k in asked if json.loads(text).get(k) != was.get(k))
             why = f"the run there was asked for something else ({', '.join(other)})"
             raise LnrewriteError("LN605", str(folder), why, "resume with the same options, or remove the folder")
+        self.rows()  # a log of something else is told before it is replaced
         world.wait()
-        if world.first and not held.exists():
+        if world.first and was is None:
             self._make()
             self._clear()
             (folder / "log.jsonl").unlink(missing_ok=True)
-            write_text_whole(held, text)
+            write_text_whole(folder / "run.json", text, force=False)
         world.wait()
+
+    def _asked(self) -> dict[str, Any] | None:
+        """Return what the run in the folder was asked, None where there is none. Raises LnrewriteError LN605."""
+        held = self.folder / "run.json"
+        if not os.path.lexists(held):
+            return None
+        try:
+            found = json.loads(held.read_text())
+            if not isinstance(found, dict):
+                raise ValueError("it holds no object")
+        except (OSError, ValueError, RecursionError) as error:
+            raise _no_run(held, error) from error
+        return found
 
     def save(self, phase: str, step: int, view: nn.Module, optimizer: Optimizer) -> None:
         """Keep weights and optimizer of a phase at a step. Raises LnrewriteError LN025 where there is no room."""
@@ -113,12 +129,14 @@ class Snapshots:
                 ) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the log, of steps that ran again after a stop the last line each."""
+        """Return the log, of steps that ran again after a stop the last line each. Raises LnrewriteError LN605."""
         path = self.folder / "log.jsonl"
-        lines = (
-            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-        )
-        return list({(row["phase"], row["step"]): row for row in lines}.values())
+        try:
+            text = path.read_text() if os.path.lexists(path) else ""
+            lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+            return list({(row["phase"], row["step"]): row for row in lines}.values())
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise _no_run(path, error) from error
 
     def end(self) -> None:
         """Drop the checkpoints of a run that is over; log and picture stay."""
@@ -143,3 +161,8 @@ class Snapshots:
             raise LnrewriteError(
                 "LN025", str(self.folder), str(error.strerror), "choose another place (--run)"
             ) from error
+
+
+def _no_run(path: Path, error: Exception) -> LnrewriteError:
+    why = f"it is not what a run writes there: {type(error).__name__}: {error}"
+    return LnrewriteError("LN605", str(path), why, "name another folder with --run, or move that file away")

@@ -7,12 +7,12 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..diagnostics import LnrewriteError
+from ..landing import room
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
@@ -63,8 +63,8 @@ def build(
     target = Path(output) if output is not None else place()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".lnrewrite-") as folder:
-            made = _compiled(Path(folder), compiler, nvcc, strict, say)
+        with room(target.absolute().parent) as folder:
+            made = _compiled(folder, compiler, nvcc, strict, say)
             os.replace(made, target)
     except OSError as why:
         remedy = "choose another file with -o, and name it in LNREWRITE_KERNELS"
