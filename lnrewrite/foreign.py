@@ -66,6 +66,7 @@ def astray(path: Path, roots: Iterable[Path]) -> str:
     """Return where a path leads that is in none of the resolved `roots`, in words; empty where it stays inside."""
     try:
         end = path.resolve()
+        end.exists()
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a name too long, links in a circle
         return f"is no name of a file ({error})"
     return "" if any(end.is_relative_to(root) for root in roots) else f"leads to {end}, outside the folder"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from onnx_ir.passes.common import InlinePass, TopologicalSortPass
 
 from ..diagnostics import LnrewriteError
 from .onnx_rules import Rules
+
+logging.getLogger("onnx_ir").addHandler(logging.NullHandler())  # what it thinks of a file is for who asks to hear it
 
 FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 ONE_FILE = 3 << 29
