@@ -1,4 +1,4 @@
-"""Mutants of what files hold: values of JSON, and fields of a protobuf message, replaced by ones that nobody expects."""
+"""Mutants of what files hold: values of JSON and fields of a protobuf message, replaced by ones nobody expects."""
 
 from __future__ import annotations
 
