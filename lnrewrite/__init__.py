@@ -25,7 +25,7 @@ Layers; imports go down only, and tests/test_layers.py enforces it:
     targets/                                        the forms that norms have in ONNX, and what a target runs best
     backends/, kernels/                             lift a graph, apply edits to it: torch.fx and ONNX; our operators
     detect/                                         norms recognised by their algebra; residual blocks
-    pipeline, sounding, spelling, registry          the run loop, its text form, plugins: standard library
+    pipeline, sounding, spelling, registry, foreign the run loop, its text, plugins, others' JSON: standard library
     opgraph, machine, ref, rotations                a view of graphs, an fp64 reference machine, orthogonal matrices
     stream, schemes, text, plan, basis, report, ... the picture, its text form, edits and refusals: standard library
 

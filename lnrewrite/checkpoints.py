@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .diagnostics import LnrewriteError, one_line
 from .forms import Form, damaged, listed, not_a_model
-from .modeling import written_by_us
+from .library import library
+from .weighing import weighed
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,8 @@ def open_folder(
     `use_cache` is off and experts run as batched matrix products, for only these can be exported. Raises LN017 for
     code that the folder brings, LN018 without transformers, LN015, LN016 and LN028 for its content.
     """
-    with _library(form, trust_remote_code) as (transformers, config, remote):
+    with library(form, trust_remote_code) as (transformers, _, remote):
+        config = _config(form, remote)
         return _load(form, _class(transformers, config, remote), config, trust_pickle, remote)
 
 
@@ -36,13 +37,20 @@ def empty_model(form: Form, dtype: torch.dtype, *, trust_remote_code: bool = Fal
     """
     import torch
 
-    with _library(form, trust_remote_code) as (transformers, config, remote), _meta_parameters():
+    assert form.path is not None, form
+    with library(form, trust_remote_code) as (transformers, _, remote), _meta_parameters():
+        config = _config(form, remote)
         found = _class(transformers, config, remote)
+        make = getattr(found, "from_config", found)
+        how = {"trust_remote_code": remote} if make is not found else {}
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            make = getattr(found, "from_config", found)
-            module = make(config, trust_remote_code=True) if remote else make(config)
+            with weighed(form.name, form.path), torch.device("meta"):
+                make(config, **how)  # buffers too take no memory here
+            module = make(config, **how)
+        except LnrewriteError:
+            raise
         except Exception as error:  # a network's own checks raise anything
             raise not_a_model(form.name, f"{found.__name__} cannot be built from its config: {error}") from error
         finally:
@@ -70,27 +78,6 @@ def _meta_parameters() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def _library(form: Form, trust_remote_code: bool) -> Iterator[tuple[Any, Any, bool]]:
-    """Give transformers, the folder's config set for export, and whether the folder's own code is run."""
-    assert form.path is not None, form
-    content = json.loads((form.path / "config.json").read_bytes())
-    remote = content.get("auto_map")
-    if remote and not trust_remote_code and not written_by_us(form.path, content):
-        why = f"its config names code to run: {listed(sorted(map(str, remote.values())))}"
-        raise LnrewriteError("LN017", f"model {form.name!r}", why, "read that code, then give --trust-remote-code")
-    if remote and (elsewhere := sorted(str(v) for v in remote.values() if "--" in str(v))):
-        why = f"its code is in another repository: {listed(elsewhere)}"
-        raise LnrewriteError("LN028", f"model {form.name!r}", why, "copy the code into the folder")
-    try:
-        import transformers
-    except ImportError as error:
-        remedy = "pip install transformers (or lnrewrite[hf])"
-        raise LnrewriteError("LN018", f"model {form.name!r}", "it is a transformers checkpoint", remedy) from error
-    with _quiet():
-        yield transformers, _config(form, bool(remote)), bool(remote)
-
-
 def _config(form: Form, remote: bool) -> Any:
     """Read the folder's config, set for export. Raises LN011 for a model type that transformers does not know."""
     from transformers import AutoConfig
@@ -98,12 +85,12 @@ def _config(form: Form, remote: bool) -> Any:
     assert form.path is not None, form
     try:
         config = AutoConfig.from_pretrained(form.path, local_files_only=True, trust_remote_code=remote)
+        for part in (config, config.get_text_config()):
+            if hasattr(part, "use_cache"):
+                part.use_cache = False
+        config._experts_implementation = "batched_mm"
     except Exception as error:  # a config's own checks raise anything
         raise not_a_model(form.name, f"transformers cannot read its config: {error}") from error
-    for part in (config, config.get_text_config()):
-        if hasattr(part, "use_cache"):
-            part.use_cache = False
-    config._experts_implementation = "batched_mm"
     return config
 
 
@@ -128,11 +115,15 @@ def _load(
     options: dict[str, Any] = {"config": config, "local_files_only": True, "output_loading_info": True}
     options |= {"weights_only": not (trust_pickle and form.unsafe), "trust_remote_code": remote}
     notes: list[str] = []
+    assert form.path is not None, form
     try:
-        module, info = found.from_pretrained(form.path, **options)
-        if _lacks_pooler(module, info["missing_keys"]):
-            module, info = found.from_pretrained(form.path, add_pooling_layer=False, **options)
-            notes.append("built without the pooler, which the checkpoint does not hold")
+        with weighed(form.name, form.path):
+            module, info = found.from_pretrained(form.path, **options)
+            if _lacks_pooler(module, info["missing_keys"]):
+                module, info = found.from_pretrained(form.path, add_pooling_layer=False, **options)
+                notes.append("built without the pooler, which the checkpoint does not hold")
+    except LnrewriteError:
+        raise
     except Exception as error:  # safetensors, pickle, shape and file errors of three libraries
         if "size mismatch" in str(error) or "mismatched" in str(error):
             raise _misfit(form, one_line(str(error))) from error
@@ -156,21 +147,3 @@ def _lacks_pooler(module: torch.nn.Module, missing: Iterable[str]) -> bool:
 def _misfit(form: Form, why: str) -> LnrewriteError:
     remedy = "check `architectures` in config.json against the weights"
     return LnrewriteError("LN016", f"model {form.name!r}", why, remedy)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and advice off the terminal for a while."""
-    from transformers.utils import logging as library
-
-    logging: Any = library
-
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()

@@ -97,6 +97,12 @@ page(
 page("LN024", "bad weights", "A parameter holds NaN or infinite values, so nothing computed from it can be trusted.")
 page("LN025", "output path", "The output exists (use --force), its folder does not, or it cannot be written.")
 page("LN026", "non-finite activations", "Running the model on the calibration data gave NaN or infinite values.")
+page(
+    "LN039",
+    "too large",
+    """A file asks for more than can be looked at in reasonable time and memory: a graph of very many nodes, once its
+     functions are inlined, or values of very many numbers. The message says what, and how many are taken.""",
+)
 # LN1xx: a pass addresses a site and something blocks it
 page(
     "LN101",

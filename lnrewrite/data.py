@@ -16,6 +16,7 @@ from torch import Tensor
 from .backends.fixed import elsewhere, other_path
 from .diagnostics import LnrewriteError, did_you_mean
 from .inputs import random_tensor, read_tensors
+from .library import Tokenizer, closed
 from .open import RAISED, import_object
 
 Batch = dict[str, Tensor]
@@ -30,7 +31,7 @@ _SUFFIXES = (".npz", ".npy", ".pt", ".safetensors", ".txt")
 def load_data(
     data: str,
     example: Mapping[str, Any],
-    tokenizer_folder: str | None = None,
+    tokenizer_folder: Tokenizer | str | None = None,
     seed: int = 0,
     *,
     dynamic: Axes | None = None,
@@ -276,7 +277,7 @@ def window_of(wanted: Mapping[str, Tensor], dynamic: Axes | None, length: int | 
 
 
 def text_rows(
-    data: str, path: Path, wanted: Mapping[str, Tensor], folder: str | None, byte_level: bool, length: int
+    data: str, path: Path, wanted: Mapping[str, Tensor], folder: Tokenizer | str | None, byte_level: bool, length: int
 ) -> Batch:
     """Cut a text file into windows of `length` tokens or bytes, one row each, for every input."""
     try:
@@ -309,15 +310,16 @@ def text_input(data: str, name: str, rows: Tensor) -> Tensor:
     raise bad(data, f"text gives no values for the input {name}", "give all inputs, as .npz or .pt")
 
 
-def _tokenized(data: str, text: str, folder: str, length: int) -> Tensor:
+def _tokenized(data: str, text: str, folder: Tokenizer | str, length: int) -> Tensor:
     """Tokenize a text into full windows [count, length], each with the special tokens that the tokenizer adds."""
     try:
-        from transformers import AutoTokenizer
+        tokenize = (Tokenizer(folder) if isinstance(folder, str) else folder).load()
+        with closed():
+            found = tokenize(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
     except ImportError as error:
         raise bad(data, "reading text needs transformers", "pip install transformers (or lnrewrite[hf])") from error
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        found = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+    except LnrewriteError:
+        raise
     except Exception as error:  # tokenizers raise anything
         raise bad(
             data, f"the tokenizer failed: {type(error).__name__}: {error}", "give token ids, as .npz or .pt"

@@ -18,12 +18,13 @@ from torch import nn
 
 from .backends.lift import parameter_names
 from .backends.shards import Stored, Writer, stored_in
+from .configs import read_config
 from .diagnostics import LnrewriteError
-from .forms import check_safetensors, damaged
+from .foreign import Foreign, read_file
+from .forms import damaged
 from .landing import failing, land, room
 from .modeling import FILE, KEY, generate
 from .output import check_replaceable
-from .pickles import Damaged
 from .report import Report
 from .saving import recorded
 
@@ -46,7 +47,7 @@ class Source:
     def read(cls, folder: Path, module: nn.Module) -> Source | None:
         """Look at a folder's safetensors; None where they do not hold each parameter as the network has it."""
         index = folder / INDEX
-        names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {SINGLE}
+        names = set(read_file(index)["weight_map"].values()) if index.is_file() else {SINGLE}
         paths = [folder / name for name in sorted(names)]
         if not all(p.is_file() for p in paths):
             return None
@@ -73,10 +74,8 @@ class Source:
 def held_by(path: Path) -> dict[str, Stored]:
     """Return what a safetensors file holds, by key. Raises LnrewriteError LN015 for a damaged file."""
     try:
-        with path.open("rb") as stream:
-            check_safetensors(stream, path.stat().st_size)
         return stored_in(path)
-    except Damaged as error:
+    except Foreign as error:
         raise damaged(str(path), str(error)) from error
     except KeyError as error:
         raise damaged(str(path), f"it holds a dtype that torch lacks: {error}") from error
@@ -116,7 +115,7 @@ def whole(target: Path, source: Path, force: bool) -> Iterator[Path]:
 
 def write_folder(folder: Path, source: Path, done: Done, pipeline: str, say: Callable[[str], None]) -> None:
     """Write weights, config, the modeling file where one is needed, and copy everything else."""
-    content = json.loads((source / "config.json").read_bytes())
+    content = read_config(source)
     if any("untie" in change for change in done.changes):
         for part in (content, content.get("text_config")):
             if isinstance(part, dict) and ("tie_word_embeddings" in part or part is content):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 import re
 import zipfile
 from collections.abc import Iterable
@@ -11,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from .configs import read_config
 from .diagnostics import LnrewriteError, did_you_mean
+from .foreign import LIMIT, Foreign, astray, read_file, safetensors_header
 from .pickles import LEGACY_MAGIC, Damaged, program_hazards, unsafe_names
 
-_HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit on its header
 _ONNX_FIELDS = {*range(1, 9), 14, 20, 25, 26}  # ModelProto
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _OTHER = {
@@ -68,11 +68,11 @@ def identify(model: str) -> Form:
             return _folder(model, path)
         if path.is_file():
             with path.open("rb") as stream:
-                found, unsafe = _file(model, stream, path.stat().st_size)
+                found, unsafe = _file(model, path, stream)
             return Form(found, model, path, unsafe)
         if path.exists():
             raise not_a_model(model, "it is neither a regular file nor a folder")
-    except Damaged as error:
+    except (Damaged, Foreign) as error:
         raise damaged(model, str(error)) from error
     except OSError as error:
         why = f"it cannot be read: {error.strerror or error}"
@@ -101,8 +101,8 @@ def _nearest(path: Path) -> str:
     return hint if hint.startswith("did") else "check the path; demo:NAME and pkg.module:callable are names too"
 
 
-def _file(model: str, stream: IO[bytes], size: int) -> tuple[Format, tuple[str, ...]]:
-    """Tell what a file of `size` bytes holds and what loading it would run. Raises LnrewriteError, Damaged."""
+def _file(model: str, path: Path, stream: IO[bytes]) -> tuple[Format, tuple[str, ...]]:
+    """Tell what a file holds and what loading it would run. Raises LnrewriteError, Damaged, Foreign."""
     start = stream.read(64)
     stream.seek(0)
     if not start:
@@ -113,10 +113,10 @@ def _file(model: str, stream: IO[bytes], size: int) -> tuple[Format, tuple[str, 
         return _archive(model, stream)
     if _is_pickle(start):
         return _pickle(model, stream, start)
-    if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < _HEADER_LIMIT:
-        check_safetensors(stream, size)
+    if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < LIMIT:
+        safetensors_header(path)
         return Format.SAFETENSORS, ()
-    if start[0] == 0x08 and _is_onnx(stream, size):
+    if start[0] == 0x08 and _is_onnx(stream, path.stat().st_size):
         return Format.ONNX, ()
     known = next((what for magic, what in _OTHER.items() if start.startswith(magic)), None)
     raise not_a_model(model, f"it is {known}" if known else "its content is none of the forms that are read")
@@ -168,21 +168,6 @@ def listed(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(all_names[:limit]) + more
 
 
-def check_safetensors(stream: IO[bytes], size: int) -> None:
-    """Raise Damaged unless the header is JSON and the tensors end where the file of `size` bytes ends."""
-    length = int.from_bytes(stream.read(8), "little")
-    if 8 + length > size:
-        raise Damaged("its safetensors header is cut off")
-    try:
-        header = json.loads(stream.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        end = 8 + length + max(ends, default=0)
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise Damaged(f"its safetensors header cannot be read: {error}") from error
-    if end != size:
-        raise Damaged(f"its safetensors header promises {end} bytes and the file has {size}")
-
-
 def _is_onnx(stream: IO[bytes], size: int) -> bool:
     """Walk the top fields of a protobuf message and tell whether they are a ModelProto's, with a graph.
 
@@ -228,11 +213,8 @@ def _folder(model: str, folder: Path) -> Form:
     if folder.resolve().parent.name == "snapshots":  # the hub's cache links a snapshot's files into its own blobs
         roots.append(folder.resolve().parent.parent / "blobs")
     _check_inside(model, folder, roots)
-    try:
-        content = json.loads(config.read_bytes())
-    except ValueError as error:
-        raise damaged(model, f"config.json cannot be read: {error}") from error
-    if not isinstance(content, dict) or not {"model_type", "architectures", "auto_map"} & set(content):
+    content = read_config(folder)
+    if not {"model_type", "architectures", "auto_map"} & set(content):
         raise not_a_model(model, "its config.json names no model_type, so it is no transformers checkpoint")
     return Form(Format.TRANSFORMERS, model, folder, _folder_pickles(folder))
 
@@ -242,14 +224,15 @@ def _check_inside(model: str, folder: Path, roots: list[Path]) -> None:
     shards = []
     for index in folder.glob("*.index.json"):
         try:
-            weights = json.loads(index.read_bytes())["weight_map"]
-            shards += [folder / str(name) for name in sorted(set(weights.values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(model, f"{index.name} cannot be read: {error}") from error
+            weights = read_file(index).get("weight_map")
+        except Foreign as error:
+            raise damaged(model, f"{index.name}: {error}") from error
+        if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
+            raise damaged(model, f"{index.name} cannot be read: it maps no weights to files")
+        shards += [folder / name for name in sorted(set(weights.values()))]
     for file in [*sorted(folder.iterdir()), *shards]:
-        if not any(file.resolve().is_relative_to(root) for root in roots):
-            why = f"{file.name} leads to {file.resolve()}, outside the folder"
-            raise LnrewriteError("LN028", f"model {model!r}", why, "copy the file into the folder")
+        if why := astray(file, roots):
+            raise LnrewriteError("LN028", f"model {model!r}", f"{file.name} {why}", "copy the file into the folder")
     if missing := [file.name for file in shards if not file.is_file()]:
         raise damaged(model, f"the shards {listed(missing)} are missing")
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -199,6 +200,7 @@ def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Ten
         with path.open("rb") as stream:
             start = stream.read(16)
         if path.suffix in (".npz", ".npy"):
+            _check_packed(path, what, code)
             held: Any = np.load(path, mmap_mode="c", allow_pickle=False)  # a long .npy stays on the disk
             held = (
                 torch.from_numpy(held) if isinstance(held, np.ndarray) else {k: torch.from_numpy(held[k]) for k in held}
@@ -209,6 +211,8 @@ def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Ten
             held = load_file(path)
         else:
             held = torch.load(path, map_location="cpu", weights_only=True)
+    except LnrewriteError:
+        raise
     except OSError as error:
         raise LnrewriteError(code, what, f"it cannot be read: {error}", "check the file") from error
     except Exception as error:  # numpy, torch and safetensors raise various errors for content they do not take
@@ -226,6 +230,21 @@ def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Ten
         if isinstance(held, Tensor)
         else list(held)
     )
+
+
+PACKED, RATIO = 1 << 28, 200
+"""An .npz may unpack to more bytes than this only where that is up to so many times its size."""
+
+
+def _check_packed(path: Path, what: str, code: str) -> None:
+    """Raise LnrewriteError `code` for an .npz that is small and unpacks to very much."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        total = sum(member.file_size for member in archive.infolist())
+    if total > max(PACKED, RATIO * path.stat().st_size):
+        why = f"it has {path.stat().st_size} bytes and unpacks to {total}"
+        raise LnrewriteError(code, what, why, "save it with numpy.savez, which does not pack")
 
 
 # --- guesses

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
@@ -20,10 +21,10 @@ from . import __version__
 from .backends.onnx_child import isolated
 from .backends.onnx_double import doubled, jittered
 from .backends.onnx_editor import OnnxEditor
-from .backends.onnx_file import ONE_FILE, bytes_of, read, stamp
+from .backends.onnx_file import ONE_FILE, bytes_of, check_finite, read, stamp
 from .backends.onnx_inputs import drawn, dynamic_axes, example_inputs, id_limits, resized
 from .backends.onnx_lift import lift
-from .backends.onnx_run import OnnxModule, runnable
+from .backends.onnx_run import OnnxModule, load, runnable
 from .backends.outputs import Outputs, apart
 from .backends.surgery import Surgery
 from .diagnostics import LnrewriteError
@@ -35,10 +36,13 @@ from .pipeline import Batch
 from .plan import Proposal
 from .proving import FLOOR, Evidence, gathered, unexplained
 from .seen import Seen
-from .stream import Stream
+from .stream import Network, Stream
 from .targets.forms import lower, split
 from .targets.table import TARGETS
 from .verifying import drift, held_in_half
+
+TRIED = 20_000
+"""A model of more nodes is not tried on numbers: each trial copies it, and a copy of so many takes seconds."""
 
 
 class OnnxProgram(Seen):
@@ -65,8 +69,12 @@ class OnnxProgram(Seen):
 
     @classmethod
     def open(cls, path: Path, name: str, inputs: Any = None, seed: int = 0) -> Self:
-        """Read a file, `name` in errors. inputs: as `lnrewrite.load` takes them; None makes them up when needed."""
+        """Read a file, `name` in errors. inputs: as `lnrewrite.load` takes them; None makes them up when needed.
+
+        Raises LnrewriteError LN024 for weights that are NaN or infinite, and what reading the file raises.
+        """
         model = read(path, name)
+        check_finite(model, name)
         LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
         plain = any(n.op_type == "SimplifiedLayerNormalization" for n in model.graph)
         style = "cuda" if split(model) else "as it is" if plain else "generic"
@@ -85,7 +93,23 @@ class OnnxProgram(Seen):
         return OnnxModule(read(*self._file, inline=False))
 
     def _lift(self) -> OpGraph:
-        return lift(self.model)
+        with self._valid():
+            return lift(self.model)
+
+    @cached_property
+    def network(self) -> Network:
+        """Return what detection sees in the model."""
+        with self._valid():
+            return super().network
+
+    @contextmanager
+    def _valid(self) -> Iterator[None]:
+        """Raise LN030 for an error that comes of a model which ONNX Runtime does not take either."""
+        try:
+            yield
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            load(self.model)
+            raise
 
     @cached_property
     def _module(self) -> OnnxModule:
@@ -149,6 +173,8 @@ class OnnxProgram(Seen):
         return drift(self.module(), other.module(), batches, held_out)
 
     def _evidence(self, seed: int) -> Evidence | None:
+        if self.model.graph.num_nodes() > TRIED:
+            return None
         batches = self.trials(seed)
         for wide in (True, False) if bytes_of(self.model) <= ONE_FILE else (False,):  # a large one as it is, for memory
             if found := gathered(partial(_run, isolated(_judge(self.model, wide))), batches, wide):

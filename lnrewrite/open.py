@@ -20,6 +20,8 @@ from .forms import Form, Format, damaged, identify, listed, not_a_model
 if TYPE_CHECKING:
     import torch
 
+    from .library import Tokenizer
+
 _OUTPUT = re.compile(rb'"type\\*": \\*"(transformers(?:\.\w+)+)\\*"')  # in JSON that stands as a string in JSON
 Factory = str | Callable[[], Any]
 State = dict[str, "torch.Tensor"]
@@ -29,7 +31,6 @@ RAISED = (Exception, SystemExit)
 
 _WRAPPERS = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
 _ENTRIES = ("state_dict", "model_state_dict", "model")  # where a training checkpoint keeps its weights
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class Opened:
     """Hold an opened model: either `module` (in eval mode) or `program` is set.
 
     `kind` is its `Format`. `inputs` are example keyword inputs where the model brings its own; a program whose inputs
-    are positional has them in `program.example_inputs`. `path` is None for a name; `tokenizer` is the folder of a
-    tokenizer; `notes` say in words what a user should know about how it was opened.
+    are positional has them in `program.example_inputs`. `path` is None for a name; `tokenizer` is where the
+    folder's tokenizer is; `notes` say in words what a user should know about how it was opened.
     """
 
     kind: str
@@ -46,7 +47,7 @@ class Opened:
     program: torch.export.ExportedProgram | None = None
     inputs: dict[str, Any] | None = None
     path: str | None = None
-    tokenizer: str | None = None
+    tokenizer: Tokenizer | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -339,8 +340,8 @@ def _untied(state: State, keys: list[str]) -> list[str]:
 
 def _open_folder(form: Form, trust_pickle: bool, trust_remote_code: bool) -> Opened:
     from .checkpoints import open_folder
+    from .library import tokenizer_in
 
     module, notes = open_folder(form, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
-    folder = _path_of(form)
-    tokenizer = str(folder) if any((folder / name).is_file() for name in _TOKENIZERS) else None
+    tokenizer = tokenizer_in(_path_of(form), trust_remote_code)
     return Opened(form.format, module, tokenizer=tokenizer, notes=notes)

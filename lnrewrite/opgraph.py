@@ -64,25 +64,58 @@ class OpGraph:
         return {k: tuple(v) for k, v in found.items()}
 
     @cached_property
-    def ancestors(self) -> dict[str, int]:
-        """Map each node to the bitset (by `index`) of everything it is computed from, itself included."""
-        found: dict[str, int] = {}
+    def leaves(self) -> dict[str, str]:
+        """Map each node that is computed from nothing and read once to what reads it."""
+        return {op.name: self.users[op.name][0] for op in self if not op.data and len(self.users[op.name]) == 1}
+
+    @cached_property
+    def chains(self) -> tuple[dict[str, int], list[int]]:
+        """Return the chain that each node but a leaf stands in, and for each chain the bitset of those before it.
+
+        A chain is a run of nodes of which each is read by the next alone; what else the next reads are leaves. Only a
+        chain's last node is read by other chains, so that ancestors are bits of chains: few, however long the graph.
+        """
+        place: dict[str, int] = {}
+        before: list[int] = []
         for op in self:
-            bits = 1 << self.index[op.name]
-            for name in op.data:
-                bits |= found[name]
-            found[op.name] = bits
-        return found
+            if op.name in self.leaves:
+                continue
+            read = [name for name in dict.fromkeys(op.data) if name not in self.leaves]
+            if len(read) == 1 and len(self.users[read[0]]) == 1:
+                place[op.name] = place[read[0]]
+                continue
+            bits = 0
+            for name in read:
+                bits |= before[place[name]] | 1 << place[name]
+            place[op.name] = len(before)
+            before.append(bits)
+        return place, before
 
     def reaches(self, start: str, end: str) -> bool:
-        """Say whether `end` is computed from `start` (a node reaches itself)."""
-        return bool(self.ancestors[end] >> self.index[start] & 1)
+        """Return whether `end` is computed from `start` (a node reaches itself)."""
+        if start == end or end in self.leaves:
+            return start == end
+        start = self.leaves.get(start, start)
+        place, before = self.chains
+        if start not in place:  # the graph's output
+            return False
+        if place[start] == place[end]:
+            return self.index[start] <= self.index[end]
+        return bool(before[place[end]] >> place[start] & 1)
 
     def between(self, start: str, end: str) -> list[Op]:
         """Return the ops on the paths from `start` (left out) to `end` (included), in order."""
-        first, last, bits = self.index[start], self.index[end], self.ancestors[end]
-        names = self.names[first + 1 : last + 1]
-        return [self.ops[n] for n in names if bits >> self.index[n] & 1 and self.reaches(start, n)]
+        names = self.names[self.index[start] + 1 : self.index[end] + 1]
+        return [self.ops[n] for n in names if self.reaches(n, end) and self.reaches(start, n)]
+
+    @cached_property
+    def learned(self) -> frozenset[str]:
+        """Return the nodes that are parameters or computed from any."""
+        found: set[str] = set()
+        for op in self:
+            if op.kind == "param" or not found.isdisjoint(op.data):
+                found.add(op.name)
+        return frozenset(found)
 
     @cached_property
     def constant(self) -> frozenset[str]:

@@ -40,6 +40,7 @@ from .verifying import drift
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from .library import Tokenizer
     from .onnx_program import OnnxProgram
 
 TRIED = 32
@@ -52,7 +53,7 @@ class Program(Seen):
     Made by `lnrewrite.load` and `lnrewrite.capture`; passes never change it, they give a new one.
     """
 
-    def __init__(self, capture: Capture, *, format: str = "module", tokenizer: str | None = None) -> None:
+    def __init__(self, capture: Capture, *, format: str = "module", tokenizer: Tokenizer | None = None) -> None:
         self._capture, self.told = capture, capture.notes
         self.format, self.tokenizer = format, tokenizer
 

@@ -85,7 +85,7 @@ def _load(entry: EntryPoint, error: type[LnrewriteError]) -> type[Any]:
     """Import one pass and check that it is one; whatever a plugin raises becomes one line that names it."""
     try:
         cls = entry.load()
-    except Exception as reason:
+    except (Exception, SystemExit) as reason:  # a plugin that leaves would take the command with it
         raise error(
             "LN005",
             f"pass {entry.name!r}",

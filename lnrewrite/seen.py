@@ -19,7 +19,7 @@ from .proving import Evidence
 from .sounding import Edits
 from .stream import Network
 
-UNTRIED = "the picture was not tried on numbers: the model holds none, or takes no made-up inputs"
+UNTRIED = "the picture was not tried on numbers: the model holds none, takes no made-up inputs, or has too many nodes"
 
 
 class Seen(ABC):

@@ -16,6 +16,7 @@ import lnrewrite
 ROOT = Path(__file__).parent.parent
 PICTURE = {"stream", "text", "plan", "basis", "diagnostics", "report"}
 CORE = {"opgraph", "pipeline", "sounding", "spelling", "registry", "machine", "ref", "rotations", "selecting"}
+CORE |= {"foreign"}
 SEEN = ("stream", "plan", "basis", "diagnostics", "pipeline", "fitting", "trunk")
 FOR_PASSES = {f"lnrewrite.{name}" for name in SEEN}
 

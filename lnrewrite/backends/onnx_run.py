@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class OnnxModule(torch.nn.Module):
         """Run the model and return the values of these names too."""
         key = tuple(sorted(set(names)))
         if key not in self._watched:
-            self._watched[key] = _session(_watching(self.model, key))
+            self._watched[key] = load(_watching(self.model, key))
         held = [str(v.name) for v in self.model.graph.outputs]
         wanted = [*held, *(n for n in key if n not in held)]
         found = self._watched[key](self.feed(args, inputs))
@@ -87,7 +88,7 @@ class OnnxModule(torch.nn.Module):
         """Return the model computing in float64; in float32, where an operator of it is not known here."""
         exact = OnnxModule(doubled(self.model), "float64")
         try:
-            exact._watched[()] = _session(exact.model)
+            exact._watched[()] = load(exact.model)
         except LnrewriteError:
             return OnnxModule(widened(self.model, ir.DataType.FLOAT), "float32")
         return exact
@@ -98,6 +99,20 @@ def runnable(model: ir.Model) -> OnnxModule:
     if any(v.dtype is ir.DataType.BFLOAT16 for node in model.graph for v in node.outputs):
         return OnnxModule(widened(model, ir.DataType.FLOAT), "float32")
     return OnnxModule(model)
+
+
+SPARE, PER_BYTE = 1 << 28, 16
+
+
+def check_sizes(model: ir.Model) -> None:
+    """Raise LnrewriteError LN039 for a value of more numbers than a model of so many bytes of weights computes."""
+    most = SPARE + PER_BYTE * bytes_of(model)
+    for node in model.graph:
+        for value in node.outputs:
+            sizes = [d for d in value.shape or () if isinstance(d, int)]
+            if prod(sizes) > most:
+                why = f"{value.name} has {prod(sizes)} numbers, more than the {most} that are taken for such weights"
+                raise LnrewriteError("LN039", "the model", why, "export it with smaller, or named, dimensions")
 
 
 def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:
@@ -111,8 +126,12 @@ def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:
     return model
 
 
-def _session(model: ir.Model) -> Run:
-    """Load a model into ONNX Runtime, bfloat16 inputs and outputs as float32, which numpy has."""
+def load(model: ir.Model) -> Run:
+    """Load a model into ONNX Runtime, bfloat16 inputs and outputs as float32, which numpy has.
+
+    Raises LnrewriteError LN030 where ONNX Runtime refuses it, LN039 where a value of it is declared too large to hold.
+    """
+    check_sizes(model)
     model = _plain_ends(model)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4

@@ -16,6 +16,8 @@ from typing import Any, Self
 
 import torch
 
+from ..foreign import safetensors_header
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -77,14 +79,11 @@ class Stored:
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """Return what a file holds, by key. Raises KeyError for a dtype that torch lacks."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+    """Return what a file holds, by key. Raises Foreign where its header lies, KeyError for a dtype that torch lacks."""
+    rows, start = safetensors_header(path)
     return {
-        key: Stored(path, key, DTYPES[row["dtype"]], tuple(row["shape"]), 8 + length + row["data_offsets"][0])
-        for key, row in header.items()
+        key: Stored(path, key, DTYPES[row["dtype"]], tuple(row["shape"]), start + row["data_offsets"][0])
+        for key, row in rows.items()
     }
 
 

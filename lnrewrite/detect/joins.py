@@ -202,7 +202,7 @@ def _carries_features(graph: OpGraph, name: str) -> bool:
     """Say whether a value holds features, not a mask or positions: it comes from weights, or is a float input."""
     if graph[name].kind == "input":
         return "float" in graph[name].dtype
-    return any(graph.ancestors[name] >> graph.index[p] & 1 for p in graph.parameters) or any(
+    return name in graph.learned or any(
         op.kind == "input" and "float" in op.dtype and graph.reaches(op.name, name) for op in graph
     )
 
