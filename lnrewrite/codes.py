@@ -43,7 +43,12 @@ page(
     "A pass, preset, code or command of that name does not exist. The message names the nearest.",
 )
 page("LN002", "pipeline text", "A pipeline is `pass{option=value other=value},pass,...`; the message gives the column.")
-page("LN003", "pass option", "The pass has no such option, misses one, or the value is of the wrong kind.")
+page(
+    "LN003",
+    "option",
+    """The command or pass has no such option, misses one, or the value is of the wrong kind or out of its bounds: seeds
+     are 0 to 2^63 - 1, tolerances finite and not negative.""",
+)
 page(
     "LN004",
     "block selection",
@@ -74,7 +79,12 @@ page("LN015", "damaged file", "The file starts like a model but cannot be read t
 page("LN016", "weights do not fit", "The factory's module and the file disagree on names or shapes.")
 page("LN017", "remote code refused", "This checkpoint brings Python code of its own; --trust-remote-code runs it.")
 page("LN018", "missing package", "Reading this form needs a package that is not installed.")
-page("LN019", "factory failed", "The callable could not be imported, raised, or did not return a torch.nn.Module.")
+page(
+    "LN019",
+    "factory failed",
+    """The callable could not be imported, raised, left Python (SystemExit, whose exit code is not passed on), or did
+     not return a torch.nn.Module.""",
+)
 page(
     "LN020",
     "inputs needed",
@@ -95,7 +105,14 @@ page(
      use_cache=False, fix data-dependent control flow, give inputs that take the path that you mean.""",
 )
 page("LN024", "bad weights", "A parameter holds NaN or infinite values, so nothing computed from it can be trusted.")
-page("LN025", "output path", "The output exists (use --force), its folder does not, or it cannot be written.")
+page(
+    "LN025",
+    "output path",
+    """The output exists (use --force), its folder does not, the disk is full, or OUT names nothing that could be
+     written. --force replaces a file, or a folder that holds a checkpoint and nothing else; where a folder holds more,
+     the message names it. A link is replaced, never what it leads to. What stood there stays whole until the new output
+     takes its place in one step.""",
+)
 page("LN026", "non-finite activations", "Running the model on the calibration data gave NaN or infinite values.")
 page(
     "LN039",
@@ -387,6 +404,7 @@ page(
 page(
     "LN605",
     "run folder",
-    """The folder of a healing run holds another run, or one that did not end. Go on with --resume and the options that
-     it was started with, name another folder with --run, or remove it.""",
+    """The folder of a healing run holds another run, one that did not end, or one that another process is at; or there
+     is none to --resume; or its files are not what a run writes. Go on with --resume and the options that it was
+     started with, name another folder with --run, or remove it.""",
 )

@@ -52,7 +52,7 @@ def options(*, model: bool = False, writes: bool = False) -> Callable[[Any], Any
                 ),
                 click.option("--no-verify", is_flag=True, help="Do not run what exact passes made against the model."),
                 click.option("--partial", is_flag=True, help="Write what could be done; exit with 3 if not all."),
-                click.option("--force", is_flag=True, help="Overwrite OUT."),
+                click.option("--force", is_flag=True, help="Overwrite OUT: a file, or a folder of a checkpoint alone."),
             ]
         for option in reversed(options):
             function = option(function)

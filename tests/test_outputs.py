@@ -499,3 +499,14 @@ def test_a_log_of_something_else_stays() -> None:
     with pytest.raises(LnrewriteError, match="LN605"):
         Snapshots(Path("run"), World(0, 1, torch.device("cpu")), {"steps": 4}, resume=False)
     assert json.loads(Path("run/log.jsonl").read_text()) == {"of": "mine"}
+
+
+def test_two_processes_do_not_share_a_run() -> None:
+    def opened(resume: bool) -> Snapshots:
+        return Snapshots(Path("run"), World(0, 1, torch.device("cpu")), {"steps": 4}, resume)
+
+    first = opened(False)
+    with pytest.raises(LnrewriteError, match="LN605 run: another process"):
+        opened(True)
+    first.leave()
+    opened(True).leave()

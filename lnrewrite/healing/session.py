@@ -271,6 +271,7 @@ def heal(
         asked |= {"data": data if isinstance(data, str) else "given", "student": _digest(second)}
         folder = run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
         snapshots = Snapshots(Path(folder), world, asked, resume)
+        stack.callback(snapshots.leave)
         healed, report = Session(first, second, feed, measured, plan, world, snapshots, say).run()
         module: nn.Module = healed.module()
         if isinstance(student, nn.Module) and not isinstance(student, CapturedModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -52,8 +53,8 @@ class Snapshots:
             raise LnrewriteError("LN605", str(folder), why, "resume with the same options, or remove the folder")
         self.rows()  # a log of something else is told before it is replaced
         world.wait()
+        self.lock = self._locked() if world.first else None
         if world.first and was is None:
-            self._make()
             self._clear()
             (folder / "log.jsonl").unlink(missing_ok=True)
             write_text_whole(folder / "run.json", text, force=False)
@@ -144,6 +145,11 @@ class Snapshots:
             self._clear()
             (self.folder / "run.json").unlink(missing_ok=True)
 
+    def leave(self) -> None:
+        """Let others have the folder."""
+        if self.lock is not None:
+            os.close(self.lock)
+
     def _clear(self) -> None:
         """Remove checkpoints, and nothing else that the folder may hold."""
         for path in self.folder.iterdir():
@@ -154,13 +160,24 @@ class Snapshots:
         found = [p for p in self.folder.glob(f"{phase}-*") if CHECKPOINT.fullmatch(p.name)]
         return sorted((int(p.name.rpartition("-")[2]), p) for p in found)
 
-    def _make(self) -> None:
+    def _locked(self) -> int:
+        """Make the folder and lock it: two processes would take each other's checkpoints away."""
         try:
             self.folder.mkdir(exist_ok=True)
+            lock = os.open(self.folder, os.O_RDONLY)
         except OSError as error:
             raise LnrewriteError(
                 "LN025", str(self.folder), str(error.strerror), "choose another place (--run)"
             ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            why, remedy = "another process is at the run there", "wait for its end, or name another folder with --run"
+            raise LnrewriteError("LN605", str(self.folder), why, remedy) from error
+        except OSError:  # a file system without locks
+            pass
+        return lock
 
 
 def _no_run(path: Path, error: Exception) -> LnrewriteError:
