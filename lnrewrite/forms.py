@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from .archives import program_hazards
 from .diagnostics import LnrewriteError, did_you_mean
-from .pickles import LEGACY_MAGIC, Damaged, program_hazards, unsafe_names
+from .pickles import LEGACY_MAGIC, Damaged, unsafe_names
 
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit on its header
 _ONNX_FIELDS = {*range(1, 9), 14, 20, 25, 26}  # ModelProto
