@@ -22,6 +22,7 @@ import itertools
 import json
 import math
 import re
+import zipfile
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -56,7 +57,6 @@ _OPERATOR = re.compile(
     rf"torch\.ops\.({_NAMESPACES})\.(?!({_REFUSED})\b)\w+\.(?!__)\w+|torch\.ops\.higher_order\.({_HIGHER})"
     rf"|torch\._?sym_(?!_)\w+|_operator\.({_SYMBOLIC})|math\.(trunc|floor|ceil|sqrt)"
 )
-_CARRIED = {"metadata", "as_string", "as_strings", "doc_string", "torch_version"}  # kept, and never evaluated
 _WORD = re.compile(r"[\w .#:/*-]*")
 _FACTORIES = {"dict", "list", "set", "tuple", "int", "float", "str", "bool"}
 _NO_MARKS = bytes(b for b in range(256) if b not in b"[]{},")
@@ -78,6 +78,8 @@ def program_hazards(stream: IO[bytes]) -> tuple[str, ...]:
     """
     try:
         return tuple(sorted(set(_hazards(Members(stream)))))
+    except (zipfile.BadZipFile, EOFError) as error:  # a member that is read as a stream
+        raise Damaged(f"a member cannot be read: {error}") from error
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         told = str(error).split("\n", 1)[0][:80]
         raise Damaged(f"its JSON is not what torch writes ({type(error).__name__}: {told})") from error
@@ -172,15 +174,16 @@ def _node_hazards(node: Any, key: str, formulas: set[str]) -> Iterator[str]:
         for child in node:
             yield from _node_hazards(child, key, formulas)
     elif isinstance(node, dict):
-        for given in node["inputs"] if "nodes" in node else ():  # a string input is compared in generated code
+        graph = isinstance(node.get("nodes"), list)  # and no value of that name; a string input is compared in code
+        for given in node["inputs"] if graph else ():
             yield from _word_hazards(given.get("as_string") or "")
         for name, child in node.items():
             yield from _word_hazards(name)
-            if name in ("target", "as_operator"):
-                yield from [] if _OPERATOR.fullmatch(str(child)) else [f"the function {str(child)[:60]!r}"]
-            elif name in ("in_spec", "out_spec"):
+            if name in ("target", "as_operator") and isinstance(child, str):
+                yield from [] if _OPERATOR.fullmatch(child) else [f"the function {child[:60]!r}"]
+            elif name in ("in_spec", "out_spec") and isinstance(child, str):
                 yield from _tree_hazards(_parsed(child.encode(), name))
-            elif name not in _CARRIED:
+            elif not _is_carried(node, name, child):
                 yield from _node_hazards(child, name, formulas)
     elif isinstance(node, str):
         if key in ("expr_str", "guards_code"):
@@ -189,6 +192,18 @@ def _node_hazards(node: Any, key: str, formulas: set[str]) -> Iterator[str]:
             yield from _word_hazards(node)
     elif isinstance(node, int):
         _number(int(node))
+
+
+def _is_carried(node: dict[str, Any], name: str, child: Any) -> bool:
+    """Return whether a part is text that torch keeps and never evaluates.
+
+    A value may have the name of a key of the schema; what it holds is no text, and what lies beside it neither.
+    """
+    if name == "metadata" and isinstance(child, dict):
+        described = isinstance(node.get("target"), str) or isinstance(node.get("module_call_graph"), list)
+        return described and all(isinstance(text, str) for text in child.values())
+    texts = child if name == "as_strings" and isinstance(child, list) else [child]
+    return name in ("as_string", "as_strings", "torch_version") and all(isinstance(text, str) for text in texts)
 
 
 def _formula_hazards(text: str, guard: bool, formulas: set[str]) -> Iterator[str]:

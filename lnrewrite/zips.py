@@ -130,7 +130,7 @@ def _check_torch(stream: IO[bytes], starts: dict[str, int]) -> None:
     try:
         reader: Any = torch._C.PyTorchFileReader(stream)
         found = {name: reader.get_record_offset(name) for name in reader.get_all_records()}
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: a name that is no UTF-8
         raise Damaged(f"its zip archive cannot be read: {str(error).splitlines()[0]}") from error
     finally:
         stream.seek(0)
