@@ -16,7 +16,9 @@ def quiet(*libraries: str) -> Iterator[None]:
     if LOGGER.isEnabledFor(logging.DEBUG):
         yield
         return
-    loggers = [logging.getLogger(name) for name in libraries]
+    known = [*libraries, *logging.root.manager.loggerDict]  # torch gives some of its parts handlers of their own
+    names = {name for name in known if name.split(".", 1)[0] in libraries}
+    loggers = [logging.getLogger(name) for name in sorted(names)]
     handlers = [handler for logger in loggers for handler in logger.handlers]
     before = [logger.propagate for logger in loggers]
     nothing = logging.NullHandler()  # without any handler, logging prints itself
@@ -24,8 +26,8 @@ def quiet(*libraries: str) -> Iterator[None]:
         for handler in handlers:
             handler.addFilter(_drop)
         for logger in loggers:
-            logger.propagate = False
             logger.addHandler(nothing)
+            logger.propagate = False
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pickle
 import random
@@ -29,6 +30,7 @@ from lnrewrite.diagnostics import LnrewriteError, Untrusted
 from lnrewrite.forms import identify
 from lnrewrite.formulas import Forbidden, check_guard, check_size
 from lnrewrite.open import open_module
+from lnrewrite.quiet import LOGGER, quiet
 from tiers import rows
 
 Content = dict[str, bytes]
@@ -408,6 +410,27 @@ def test_mutants_run_nothing_and_are_told_in_one_line(
 ) -> None:
     told(mutant(content, seed) if seed else packed(content))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["torch", "torch.export", "torch.export.pt2_archive", "torch.new"])
+def test_torchs_logs_are_kept_unless_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a part of torch has a handler of its own, and where its logger is made later."""
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logger = logging.getLogger(name if name != "torch.new" else "torch")
+    logger.addHandler(handler)
+    try:
+        with quiet("torch"):
+            logging.getLogger(name).warning("hidden")
+        assert said.getvalue() == ""
+        monkeypatch.setattr(LOGGER, "level", logging.DEBUG)
+        LOGGER._cache.clear()  # type: ignore[attr-defined]
+        with quiet("torch"):
+            logging.getLogger(name).warning("shown")
+        assert said.getvalue() == "shown\n"
+    finally:
+        logger.removeHandler(handler)
+        LOGGER._cache.clear()  # type: ignore[attr-defined]
 
 
 # ---- formulas ----
