@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import traceback
 import warnings
@@ -12,7 +13,8 @@ from typing import Any
 
 import click
 
-from .diagnostics import LnrewriteError, Refused, UsageError, did_you_mean, one_line, unknown
+from .diagnostics import LnrewriteError, Refused, Untrusted, UsageError, did_you_mean, one_line, unknown
+from .quiet import LOGGER
 
 INTERRUPTED = 130
 
@@ -32,20 +34,23 @@ class Group(click.Group):
     def main(self, args: Any = None, prog_name: str | None = None, *rest: Any, **extra: Any) -> Any:
         """Parse, run and exit with the code of the contract."""
         words = list(sys.argv[1:] if args is None else args)
+        LOGGER.setLevel(logging.DEBUG if _is_verbose(words) else logging.NOTSET)
         try:
             code = super().main(words or ["--help"], prog_name or self.name, **{**extra, "standalone_mode": False})
         except click.ClickException as error:
             code = _fail(words, *_told(error))
         except LnrewriteError as error:
-            row: dict[str, Any] = dict(error.to_dict())
+            row: dict[str, Any] = error.to_dict()
             if isinstance(error, Refused):
                 row["refusals"] = error.refusals
             code = _fail(words, row, str(error), error.exit_code)
+            if isinstance(error, Untrusted) and _is_verbose(words) and "--json" not in words:
+                click.echo("\n".join(f"  {name}" for name in error.runs), err=True)
         except BrokenPipeError:  # `lnrewrite passes | head -1`: nobody reads on
             sys.stdout = None
             code = 1
         except Exception as error:
-            if {"-v", "--verbose"} & set(words):
+            if _is_verbose(words):
                 traceback.print_exc()
             why = one_line(f"{type(error).__name__}: {error}")
             remedy = "this is a fault of lnrewrite; please report it with what -v prints"
@@ -68,6 +73,10 @@ class Group(click.Group):
             known = self.list_commands(ctx)
             unknown("LN001", "command", args[0], known)
         return super().resolve_command(ctx, args)
+
+
+def _is_verbose(words: list[str]) -> bool:
+    return bool({"-v", "--verbose"} & set(words))
 
 
 def _told(error: click.ClickException) -> tuple[dict[str, str], str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ class LnrewriteError(Exception):
         """Come back whole from a worker process, whatever the class is made of."""
         return Exception.__new__, (type(self), *self.args), self.__dict__
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the `error` object of `--json`."""
         return {"code": self.code, "what": self.what, "why": self.why, "remedy": self.remedy}
 
@@ -35,6 +36,32 @@ class UsageError(LnrewriteError):
     """Report a wrong pass, option, placement or selection."""
 
     exit_code = 2
+
+
+class Untrusted(LnrewriteError):
+    """Report that loading a file would run code; `runs` names all of it, what is not torch's own first."""
+
+    def __init__(self, what: str, runs: Iterable[str]) -> None:
+        self.runs = sorted(map(printable, runs), key=lambda name: (_familiarity(name), name))
+        foreign = [name for name in self.runs if not _familiarity(name)]
+        first = (foreign or self.runs)[:4]
+        more = f" and {len(self.runs) - len(first)} more (-v lists them)" if len(first) < len(self.runs) else ""
+        remedy = "save the weights alone and give --factory, or trust the file with --trust-pickle"
+        super().__init__("LN012", what, f"loading it would run {', '.join(n[:60] for n in first)}{more}", remedy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the `error` object of `--json`, with `runs`."""
+        return {**super().to_dict(), "runs": self.runs}
+
+
+def _familiarity(name: str) -> int:
+    """Return 0 for what is neither torch's nor Python's plain containers, which come last."""
+    return 1 if re.match(r"collections\.|torch\.(?!nn\.)", name) else 2 if name.startswith("torch.nn.") else 0
+
+
+def printable(text: str) -> str:
+    """Write what a file says so that a terminal only shows it: without control characters, 200 letters at most."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:200])
 
 
 class Refused(LnrewriteError):

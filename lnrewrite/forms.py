@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from .archives import program_hazards
 from .configs import read_config
 from .diagnostics import LnrewriteError, did_you_mean
 from .foreign import LIMIT, Foreign, astray, read_file, safetensors_header
-from .pickles import LEGACY_MAGIC, Damaged, program_hazards, unsafe_names
+from .pickles import LEGACY_MAGIC, Damaged, unsafe_names
 
 _ONNX_FIELDS = {*range(1, 9), 14, 20, 25, 26}  # ModelProto
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")

@@ -14,15 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .diagnostics import LnrewriteError, did_you_mean
+from .diagnostics import LnrewriteError, Untrusted, did_you_mean
 from .forms import Form, Format, damaged, identify, listed, not_a_model
+from .quiet import quiet
 
 if TYPE_CHECKING:
     import torch
 
     from .library import Tokenizer
 
-_OUTPUT = re.compile(rb'"type\\*": \\*"(transformers(?:\.\w+)+)\\*"')  # in JSON that stands as a string in JSON
+_OUTPUT = re.compile(
+    rb'"type\\*": \\*"(transformers(?:\.\w+)*\.(?:modeling_\w+|cache_utils)\.\w+)\\*"'
+)  # in JSON that stands as a string in JSON
 Factory = str | Callable[[], Any]
 State = dict[str, "torch.Tensor"]
 
@@ -62,9 +65,7 @@ def open_module(
     """
     form = identify(model)
     if form.unsafe and not trust_pickle:
-        why = f"loading it would run {listed(form.unsafe)}"
-        remedy = "save the weights alone and give --factory, or trust the file with --trust-pickle"
-        raise LnrewriteError("LN012", f"model {model!r}", why, remedy)
+        raise Untrusted(f"model {model!r}", form.unsafe)
     if form.format is Format.TRANSFORMERS:
         opened = _open_folder(form, trust_pickle, trust_remote_code)
     elif form.format in (Format.STATE_DICT, Format.SAFETENSORS, Format.PICKLE):
@@ -162,7 +163,7 @@ def _open_program(form: Form) -> Opened:
     _know_outputs(form)
     try:
         limit = _environment("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None if form.unsafe else "1")
-        with limit, _path_of(form).open("rb") as stream:  # torch wants .pt2 of a path, not of a stream
+        with limit, quiet("torch"), _path_of(form).open("rb") as stream:  # torch wants .pt2 of a path, not of a stream
             program = torch.export.load(stream)
     except Exception as error:  # torch raises whatever the content leads to
         raise damaged(form.name, f"torch.export.load failed with {_told(error)}") from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import pickle
 import random
 import signal
 import time
@@ -294,6 +296,45 @@ def test_a_run_folder_is_not_mixed_up(pair: Any, text: str, tmp_path: Path, monk
         lnr.heal(*pair, text, **SMALL, run=tmp_path / "run")
     with pytest.raises(lnr.LnrewriteError, match=r"LN605.*\(lr, steps\)"):
         lnr.heal(*pair, text, **SMALL | {"steps": 7, "lr": 1e-4}, run=tmp_path / "run", resume=True)
+
+
+# ---- checkpoints of others ----
+
+
+class Trap:
+    """Write a file when it is unpickled: the sign that a pickle ran."""
+
+    def __init__(self, sign: Path) -> None:
+        self.sign = sign
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.sign),)
+
+
+@pytest.mark.parametrize("where", ["index", "values", "path"])
+def test_a_checkpoint_runs_nothing(tmp_path: Path, where: str) -> None:
+    def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Linear(3, 3)
+        return module, torch.optim.AdamW(module.parameters())
+
+    held = snapshots.Snapshots(tmp_path / "run", World(0, 1, torch.device("cpu")), {}, resume=False)
+    held.save("global", 1, *trained())
+    assert held.load("global", *trained()) == 1
+    place = tmp_path / "run" / "global-000001"
+    found = pickle.loads((place / ".metadata").read_bytes())
+    values = next(i for i in found.storage_data if i.fqn.endswith(".lr"))
+    if where == "values":
+        buffer = io.BytesIO()
+        torch.save(Trap(tmp_path / "sign"), buffer)
+        (place / "__9_0.distcp").write_bytes(buffer.getvalue())
+        found.storage_data[values] = type(found.storage_data[values])("__9_0.distcp", 0, len(buffer.getvalue()))
+    elif where == "path":
+        found.storage_data[values].relative_path = "../../elsewhere"
+    index = Trap(tmp_path / "sign") if where == "index" else found
+    (place / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(lnr.LnrewriteError, match="LN605"):
+        held.load("global", *trained())
+    assert not (tmp_path / "sign").exists()
 
 
 # ---- many processes ----

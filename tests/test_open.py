@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -130,7 +131,7 @@ def test_export_archive_with_a_trap_in_its_sample_inputs_does_not_run_it(archive
     evil = rezipped(archive, tmp_path / "evil.pt2", lambda n, c: bad if "sample_inputs" in n else c)
     assert "posix.mkdir" in fails("LN012", evil).why
     assert not sign.exists()
-    with pytest.raises((LnrewriteError, AssertionError)):  # trusted: the trap runs, which shows that it works
+    with contextlib.suppress(LnrewriteError, AssertionError):  # trusted: the trap runs, which shows that it works
         open_module(str(evil), trust_pickle=True)
     assert sign.exists()
 

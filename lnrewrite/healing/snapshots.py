@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from ..diagnostics import LnrewriteError
 from ..landing import write_text_whole
+from .reading import Planner, Reader
 from .world import World
 
 CHECKPOINT = re.compile(r"\.?(local|global|control)-\d{6}")
@@ -29,8 +31,8 @@ CHECKPOINT = re.compile(r"\.?(local|global|control)-\d{6}")
 class Snapshots:
     """Write and read the folder of one run: `PHASE-STEP/` checkpoints (torch.distributed.checkpoint), `log.jsonl`.
 
-    A checkpoint is written beside its place and renamed; the one before goes only then. Reading one unpickles its
-    index, as torch.distributed.checkpoint does: resume only runs of your own.
+    A checkpoint is written beside its place and renamed; the one before goes only then. Reading one runs nothing that
+    it names.
     """
 
     def __init__(self, folder: Path, world: World, asked: Mapping[str, Any], resume: bool) -> None:
@@ -85,9 +87,9 @@ class Snapshots:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that it is one process is no news
                 save({"model": model, "optimizer": state}, checkpoint_id=temporary)
-        except Exception as error:  # torch wraps what the file system says in errors of its own
+        except (Exception, CheckpointException) as error:  # torch wraps what the file system says
             shutil.rmtree(temporary, ignore_errors=True)
-            why = f"the checkpoint of step {step} cannot be written: {error}"
+            why = f"the checkpoint of step {step} cannot be written: {_told(error)}"
             raise LnrewriteError("LN025", str(self.folder), why, "free some room, then go on with --resume") from error
         self.world.wait()
         if self.world.first:
@@ -110,9 +112,9 @@ class Snapshots:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                load(held, checkpoint_id=place)
-        except Exception as error:  # whatever is wrong with the files
-            why = f"it cannot be read: {error}"
+                load(held, storage_reader=Reader(place), planner=Planner())
+        except (Exception, CheckpointException) as error:  # whatever is wrong with the files
+            why = f"it cannot be read: {_told(error)}"
             raise LnrewriteError("LN605", str(place), why, "remove this checkpoint, or the run's folder") from error
         set_state_dict(view, optimizer, model_state_dict=model, optim_state_dict=state)
         return step
@@ -183,3 +185,11 @@ class Snapshots:
 def _no_run(path: Path, error: Exception) -> LnrewriteError:
     why = f"it is not what a run writes there: {type(error).__name__}: {error}"
     return LnrewriteError("LN605", str(path), why, "name another folder with --run, or move that file away")
+
+
+
+
+def _told(error: BaseException) -> str:
+    """Return the cause of what torch.distributed.checkpoint raises, which is no Exception and holds tracebacks."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return str(next((cause for cause, _ in failures), error))

@@ -1,0 +1,42 @@
+"""Keep what other libraries log and warn about off the terminal, unless lnrewrite's own logger is at DEBUG (-v)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+LOGGER = logging.getLogger("lnrewrite")
+
+
+@contextlib.contextmanager
+def quiet(*libraries: str) -> Iterator[None]:
+    """Drop the logs of these libraries (top names such as "torch"), and all warnings, for a while."""
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        yield
+        return
+    known = [*libraries, *logging.root.manager.loggerDict]  # torch gives some of its parts handlers of their own
+    names = {name for name in known if name.split(".", 1)[0] in libraries}
+    loggers = [logging.getLogger(name) for name in sorted(names)]
+    handlers = [handler for logger in loggers for handler in logger.handlers]
+    before = [logger.propagate for logger in loggers]
+    nothing = logging.NullHandler()  # without any handler, logging prints itself
+    try:
+        for handler in handlers:
+            handler.addFilter(_drop)
+        for logger in loggers:
+            logger.addHandler(nothing)
+            logger.propagate = False
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_drop)
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(nothing)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False
