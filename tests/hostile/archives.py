@@ -87,7 +87,8 @@ def opaque_cases() -> Iterator[Case]:
                     return archive(place, {config: lambda node: node["config"].update(evil=entry)}, evil)
 
                 kind = "pickled" if pickled else "a tensor" if tensor else "plain"
-                yield inspecting(f"pt2: unpickled member {member}, {kind}", "m.pt2", make)
+                bytes_alone = tensor and member.endswith(("tensor_9", "weight_99"))
+                yield inspecting(f"pt2: unpickled member {member}, {kind}", "m.pt2", make, (0, 1) if bytes_alone else (1,))
 
 
 FORMULAS = {
@@ -164,6 +165,37 @@ TARGETS = (
     "torch.ops.inductor.accumulate_grad_.default", "torch.ops.prim.Print.default", "torch.ops.aten.__getitem__.t", "torch.os.system",
     "torch.ops.torchvision.nms.default", "torch.ops.aten.relu_.default",
 )  # fmt: skip
+
+
+def effect_cases() -> Iterator[Case]:
+    """Calls for their effect alone, given what they take."""
+    texts = {
+        "torch.ops.aten.warn.default": ("message", "stacklevel"), "torch.ops.prim.RaiseException.default": ("msg", "cls"),
+        "torch.ops.aten.save.default": ("item", "filename"), "torch.ops.prim.Print.default": (), "torch.ops.aten._assert_async.msg": ("self", "assert_msg"),
+        "torch.ops.aten._print.default": ("s",), "torch.ops.aten.manual_seed.default": ("seed",), "torch.ops.profiler._record_function_enter.default": ("name", "args"),
+        "torch.ops.aten.get_gradients.default": ("context_id",), "torch.ops.aten.sym_constrain_range.default": ("size",),
+    }  # fmt: skip
+    for target, names in texts.items():
+
+        def make(place: Place, target: str = target, names: tuple[str, ...] = names) -> bytes:
+            kinds: dict[str, Any] = {"stacklevel": {"as_int": 1}, "item": {"as_tensor": {"name": "x"}}, "self": {"as_tensor": {"name": "x"}}, "filename": {"as_string": place.marker},
+                                     "seed": {"as_int": 7}, "context_id": {"as_int": 7}, "size": {"as_int": 7}}  # fmt: skip
+            given = [{"name": n, "arg": kinds.get(n, {"as_string": "\x1b[31mx"}), "kind": 1} for n in names]
+            call = {"target": target, "inputs": given, "outputs": [], "metadata": {}, "is_hop_single_tensor_return": None, "name": "effect"}
+            return archive(place, {MODEL: lambda node: node["graph_module"]["graph"]["nodes"].insert(0, call)})
+
+        harmless = ("_assert_async", "sym_constrain_range", "manual_seed")
+        yield inspecting(f"pt2: effect of {target}", "m.pt2", make, (0, 1) if any(h in target for h in harmless) else (1,))
+
+
+def trusted_cases() -> Iterator[Case]:
+    """Files that run something, and were trusted: the other promises hold."""
+    for name in ("a global", "eval", "no end", "an extension", "lists in lists"):
+
+        def make(place: Place, name: str = name) -> None:
+            place.write("m.pt2", archive(place, {"data/sample_inputs/model.pt": payloads(place.marker)[name]}))
+
+        yield Case(f"pt2: trusted sample inputs: {name}", ("inspect", "m.pt2", "--trust-pickle"), make, (0, 1), runs=True)
 
 
 def target_cases() -> Iterator[Case]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .goods import FACTORY
+from .goods import FACTORY, HEAL, array
 from .pickled import PAYLOAD
 from .place import Case, Place
 
@@ -105,6 +105,18 @@ def output_cases() -> Iterator[Case]:
     for output in ("f", "f/x", ".", "..", "", "f/.", "./f", "{outside}", "{here}"):
         for force in ((), ("--force",)):
             yield Case(f"output: the folder {output or 'empty'}{' forced' if force else ''}", ("opt", "f", "--preset", "exact", "-o", output, *force), _folder, (1, 2))
+
+
+def room_cases() -> Iterator[Case]:
+    """Disks that are full: nothing is left, nothing crashes."""
+    inputs: Callable[[Place], Any] = lambda place: (_good(place), place.write("data.npy", array()), _folder(place))  # noqa: E731
+    commands = {
+        "convert": PERI, "opt": (*OPT, "-o", "o.pt2"), "opt to ONNX": (*OPT, "-o", "o.onnx"), "export": ("export", "m.pt2", "-o", "o.onnx", "--target", "cpu"), "a folder": ("opt", "f", "--preset", "exact", "-o", "o"), "heal": HEAL,
+    }  # fmt: skip
+    for name, args in commands.items():
+        for room in (0, 4096, 20_000):
+            writes = ("o.pt2.run",) if name == "heal" else ()
+            yield Case(f"output: {name} with room for {room} bytes", args, inputs, writes=writes, room=room)
 
 
 def option_cases() -> Iterator[Case]:

@@ -140,6 +140,8 @@ def graph_cases() -> Iterator[Case]:
         graph = node["graph_module"]["graph"]["nodes"]
         graph.append(graph[0])
 
+    for number in (1 << 30, 1 << 40, (1 << 63) - 1):
+        yield edited(f"all sizes are {number}", MODEL, replacing("as_int", number))
     yield edited("a cycle", MODEL, cycle)
     yield edited("100000 nodes in a row", MODEL, long, (0, 1))
     yield edited("a node twice", MODEL, twice)

@@ -77,6 +77,7 @@ class Harness:
             "args": [a.replace("{here}", str(place.here)).replace("{outside}", str(place.outside)) for a in case.args],
             "repository": str(REPOSITORY),
             "limit": self.limit,
+            "room": case.room,
             "library": case.library,
             "environment": dict(case.environment),
         }
@@ -123,5 +124,7 @@ def _unlock(root: Path) -> None:
     """Make folders writable again, so that they can be removed."""
     for folder, folders, _ in os.walk(root):
         for name in folders:
-            with contextlib.suppress(OSError):
-                os.chmod(os.path.join(folder, name), 0o700, follow_symlinks=False)
+            path = os.path.join(folder, name)
+            if not os.path.islink(path):
+                with contextlib.suppress(OSError):
+                    os.chmod(path, 0o700)

@@ -24,10 +24,11 @@ def trouble(case: Case, row: dict[str, Any]) -> list[str]:
 
 def _world(case: Case, row: dict[str, Any]) -> Iterator[str]:
     """Yield what the command did outside its own business."""
-    if row["ran"]:
+    if row["ran"] and not case.runs:
         yield "CODE EXECUTED"
+    asked = ("ran code of", "ran", "unpickled") if case.trusts or case.runs else ()
     for kind, what in row["events"]:
-        if kind == "ran" and row["ran"] or (case.trusts and kind in ("ran code of", "ran", "unpickled")):
+        if kind in asked or (kind == "ran" and row["ran"]):
             continue
         yield f"{kind.upper()} {what}"
 

@@ -56,7 +56,8 @@ class Case:
     """One command, the files that it meets, and how it may end.
 
     `writes` names what a command that ends with 0 may leave in its folder; `library` is a folder of the case that is
-    importable (PYTHONPATH); `trusts` says that the command line itself asked for the user's code.
+    importable (PYTHONPATH); `trusts` says that the command line itself asked for the user's code, `runs` that it asked
+    for what the file names. `room` is how many bytes a file may have: writing more fails, as it does on a full disk.
     """
 
     name: str
@@ -66,6 +67,8 @@ class Case:
     writes: tuple[str, ...] = ()
     library: str | None = None
     trusts: bool = False
+    runs: bool = False
+    room: int | None = None
     environment: tuple[tuple[str, str], ...] = ()
 
 

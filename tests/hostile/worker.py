@@ -89,6 +89,8 @@ def _command(asked: dict[str, Any]) -> None:
     sys.stdin = open(0)  # noqa: SIM115
     os.chdir(f"{root}/here")
     os.environ |= {"HOME": f"{root}/home", "TMPDIR": f"{root}/tmp", **asked["environment"]}
+    if asked["room"] is not None:  # the signal is ignored in Python, so that writing fails
+        resource.setrlimit(resource.RLIMIT_FSIZE, (asked["room"], asked["room"]))
     tempfile.tempdir = None
     if asked["library"]:
         sys.path.insert(0, f"{root}/here/{asked['library']}")
