@@ -11,7 +11,7 @@ from . import zips
 from .place import SECRET, Case, Place, inspecting
 
 
-def onnx(name: str, change: Callable[[Any, Place], Any], exits: tuple[int, ...] = (1,), args: tuple[str, ...] = ("inspect", "m.onnx")) -> Case:
+def onnx(name: str, change: Callable[[Any, Place], Any], exits: tuple[int, ...] = (1,), args: tuple[str, ...] = ("inspect", "m.onnx"), writes: tuple[str, ...] = ()) -> Case:
     """Return the case of a good model that was changed in place, or of what `change` returns."""
 
     def make(place: Place) -> None:
@@ -20,7 +20,7 @@ def onnx(name: str, change: Callable[[Any, Place], Any], exits: tuple[int, ...] 
         model = model if made is None else made
         place.write("m.onnx", model if isinstance(model, bytes) else model.SerializeToString())
 
-    return Case(f"onnx: {name}", args, make, exits)
+    return Case(f"onnx: {name}", args, make, exits, writes)
 
 
 LOCATIONS = {
@@ -52,7 +52,8 @@ def external_cases() -> Iterator[Case]:
                 tensor = next(t for t in model.graph.initializer if t.name == "first.weight")
                 _external(tensor, location=location.replace("{outside}", str(place.outside)), offset=0, length=1024)
 
-            yield onnx(f"weights in {name}, {command[0]}", point, args=command)
+            exits = (0, 1) if name == "itself" else (1,)
+            yield onnx(f"weights in {name}, {command[0]}", point, exits, command, ("o.onnx", "o.onnx.data"))
     numbers = {"offset beyond": (1 << 40, 1024), "offset negative": (-8, 1024), "length beyond": (0, 1 << 40), "length negative": (0, -1), "offset text": ("x", 1024),
                "length text": (0, "\x1b[31m"), "length too short": (0, 10), "offset of 2^70": (1 << 70, 1024), "length of 10^6 digits": (0, "9" * 1_000_000)}  # fmt: skip
     for name, (offset, length) in numbers.items():

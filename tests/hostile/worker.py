@@ -97,7 +97,11 @@ def _command(asked: dict[str, Any]) -> None:
     HOOK["install"](root, asked["repository"], log)
     code: Any = 1
     try:
+        import click.utils
+
         from lnrewrite.cli import main
+
+        vars(click.utils)["should_strip_ansi"] = lambda *how: False  # a terminal would get them too
 
         sys.argv = ["lnrewrite", *asked["args"]]
         main()
