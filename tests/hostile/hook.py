@@ -22,7 +22,7 @@ def install(root: str, repository: str, fd: int) -> None:
     python = {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *site.getsitepackages(), repository}
     inside = tuple(os.path.join(root, name) for name in ("here", "home", "tmp"))
     readable = tuple(os.path.realpath(p) for p in (*inside, *python, *SYSTEM, *filter(None, sys.path)))
-    writable = (*map(os.path.realpath, inside), "/dev/null", "/dev/tty", "/dev/shm", "/proc/self")
+    writable = (*map(os.path.realpath, inside), "/dev/null", "/dev/tty", "/dev/shm", "/proc")
     marker, here = os.path.join(root, "MARKER"), os.path.realpath(inside[0])
 
     def tell(kind: str, what: Any) -> None:
