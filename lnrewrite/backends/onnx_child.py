@@ -69,6 +69,7 @@ def isolated(module: OnnxModule) -> OnnxModule | Child:
 def _serve(module: OnnxModule, pipe: Connection, other: Connection) -> None:
     """Answer each feed that comes through the pipe with outputs by name, or with what an error says."""
     other.close()
+    torch.set_num_threads(1)  # weights may still be tensors of torch, and OpenMP's threads are gone
     module.forget()
     while (feed := pipe.recv()) is not None:
         try:
