@@ -15,7 +15,9 @@ import lnrewrite
 
 ROOT = Path(__file__).parent.parent
 PICTURE = {"stream", "text", "plan", "basis", "diagnostics", "report"}
-CORE = {"opgraph", "pipeline", "sounding", "spelling", "registry", "machine", "ref", "rotations", "selecting"}
+CORE = {
+    "opgraph", "pipeline", "sounding", "spelling", "registry", "machine", "ref", "rotations", "selecting", "landing",
+}  # fmt: skip
 CORE |= {"foreign"}
 SEEN = ("stream", "plan", "basis", "diagnostics", "pipeline", "fitting", "trunk")
 FOR_PASSES = {f"lnrewrite.{name}" for name in SEEN}

@@ -157,14 +157,14 @@ def test_a_file_that_is_held_in_half_is_rewritten_and_exported(dtype: str, tmp_p
 @pytest.fixture
 def dying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ONNX Runtime die of a signal wherever it is not in this process."""
-    here, real = os.getpid(), onnx_run._session
+    here, real = os.getpid(), onnx_run.load
 
     def session(model: Any) -> Any:
         if os.getpid() != here:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(model)
 
-    monkeypatch.setattr(onnx_run, "_session", session)
+    monkeypatch.setattr(onnx_run, "load", session)
 
 
 def test_a_runtime_that_dies_on_a_file_ends_in_a_code(dying: None, tmp_path: Path) -> None:
