@@ -95,11 +95,6 @@ def output_that_nothing_makes(model: onnx.ModelProto, folder: Path) -> None:
 
 
 @spoils("LN030")
-def unknown_domain(model: onnx.ModelProto, folder: Path) -> None:
-    model.graph.node[2].domain = "evil.corp"
-
-
-@spoils("LN030")
 def too_few_bytes(model: onnx.ModelProto, folder: Path) -> None:
     model.graph.initializer[2].raw_data = b"1234"
 

@@ -93,12 +93,12 @@ words = st.text("abcXYZ019;:%*.-/=,?[]_é", min_size=1)
         st.builds(
             Options,
             word=st.just("") | words,
-            count=st.integers(0),
+            count=st.integers(0, 2**63 - 1),
             max_error=st.floats(allow_nan=False, allow_infinity=False),
             hard=st.booleans(),
             to=st.sampled_from(["pre", "post", "peri"]),
             blocks=st.none() | words,
-            limit=st.none() | st.integers(),
+            limit=st.none() | st.integers(1 - 2**63, 2**63 - 1),
         ),
         min_size=1,
     )

@@ -21,7 +21,6 @@ from ..diagnostics import LnrewriteError
 from ..foreign import astray
 
 OLDEST = 11
-DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
 STANDARD = ("", "ai.onnx")
 MOST_NODES = 120_000
 """A model of more nodes, functions inlined, is refused: larger ones take gigabytes to look at."""
@@ -40,7 +39,6 @@ class Rules:
 
     def __init__(self, proto: onnx.ModelProto, path: Path, name: str) -> None:
         self.proto, self.path, self.name = proto, path, name
-        self.functions = {(f.domain, f.name) for f in proto.functions}
         self.root = path.resolve().parent
 
     def invalid(self, why: str) -> LnrewriteError:
