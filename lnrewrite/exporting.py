@@ -14,7 +14,6 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from . import __version__
-from .backends.onnx_child import isolated
 from .backends.onnx_file import read, stamp, write
 from .backends.onnx_lift import lift
 from .backends.onnx_raise import STANDARD, raise_norms
@@ -146,7 +145,7 @@ def lost(source: Network, network: Network) -> Iterator[str]:
 def wrong(program: Any, model: ir.Model, bound: float) -> str:
     """Say why a model is not what its program is: it does not load, or gives other numbers; empty where it is."""
     try:
-        found = proof(program, isolated(runnable(model)), bound)
+        found = proof(program, runnable(model), bound)
     except LnrewriteError as error:
         return error.why
     return f"its outputs are {found['max_rel']:.2g} off" if found["verdict"] == "different" else ""
@@ -189,7 +188,7 @@ def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, An
         modules = [runnable(defined)]
         if DOMAIN in defined.graph.opset_imports and find() is not None:
             modules.append(runnable(read(file, str(output), inline=False)))
-        proofs = [proof(program, isolated(module), bound) | {"dtype": module.precision} for module in modules]
+        proofs = [proof(program, module, bound) | {"dtype": module.precision} for module in modules]
         found = max(proofs, key=lambda row: float(row["max_rel"]))
     except LnrewriteError as error:
         raise LnrewriteError("LN403", str(output), error.why, remedy) from error

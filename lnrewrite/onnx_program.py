@@ -18,7 +18,6 @@ import torch
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from . import __version__
-from .backends.onnx_child import isolated
 from .backends.onnx_double import doubled, jittered
 from .backends.onnx_editor import OnnxEditor
 from .backends.onnx_file import ONE_FILE, bytes_of, check_finite, read, stamp
@@ -177,21 +176,21 @@ class OnnxProgram(Seen):
             return None
         batches = self.trials(seed)
         for wide in (True, False) if bytes_of(self.model) <= ONE_FILE else (False,):  # a large one as it is, for memory
-            if found := gathered(partial(_run, isolated(_judge(self.model, wide))), batches, wide):
+            if found := gathered(partial(_run, _judge(self.model, wide)), batches, wide):
                 return found
         return None
 
     def away(self, evidence: Evidence) -> float:
         """Return how far this model's outputs are from another's evidence, relative; 0 where rounding explains it."""
         try:
-            judge = isolated(_judge(self.model, evidence.wide))
+            judge = _judge(self.model, evidence.wide)
             found = [_run(judge, batch) for batch in evidence.batches]
         except LnrewriteError:  # what does not run computes nothing
             return math.inf
         error = apart(evidence.outputs, found)
         if error <= FLOOR:
             return 0.0
-        moved = _run(isolated(_judge(jittered(self.model), evidence.wide)), evidence.batches[-1])
+        moved = _run(_judge(jittered(self.model), evidence.wide), evidence.batches[-1])
         return unexplained(error, apart(found[-1:], [moved]))
 
     @property

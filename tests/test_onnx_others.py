@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.backends import onnx_run
-from lnrewrite.backends.onnx_child import Child
-from lnrewrite.backends.onnx_run import OnnxModule
-from lnrewrite.onnx_program import OnnxProgram
 from tiers import rows
 
 WIDTH = 16
@@ -149,40 +142,3 @@ def test_a_file_that_is_held_in_half_is_rewritten_and_exported(dtype: str, tmp_p
     assert lnr.load(str(tmp_path / "peri.onnx")).inspect()["placement"] == "peri"
     report = program.export(tmp_path / "again.onnx", target="cuda", dtype=dtype)
     assert report.proof is not None and report.proof["verdict"] in ("equal", "within")
-
-
-# ---- a runtime that dies ----
-
-
-@pytest.fixture
-def dying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ONNX Runtime die of a signal wherever it is not in this process."""
-    here, real = os.getpid(), onnx_run.load
-
-    def session(model: Any) -> Any:
-        if os.getpid() != here:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(model)
-
-    monkeypatch.setattr(onnx_run, "load", session)
-
-
-def test_a_runtime_that_dies_on_a_file_ends_in_a_code(dying: None, tmp_path: Path) -> None:
-    with pytest.raises(lnr.LnrewriteError, match="LN403 .*died on the model: Killed"):
-        zoo.program("pre").export(tmp_path / "out.onnx", target="cpu")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_rewrite_that_the_runtime_dies_on_is_not_returned(dying: None) -> None:
-    program = OnnxProgram(zoo.program("pre").to_onnx())
-    assert program.evidence(0) is None
-
-
-def test_a_process_answers_as_the_module_does() -> None:
-    module = OnnxModule(zoo.program("pre").to_onnx())
-    child, inputs = Child(module), zoo.build("pre")[1]
-    for _ in range(2):
-        for one, two in zip(module(**inputs).values(), child(**inputs).values(), strict=True):
-            assert torch.equal(one, two)
-    with pytest.raises(lnr.LnrewriteError, match="LN022"):
-        child(**dict.fromkeys(inputs, torch.zeros(1)))

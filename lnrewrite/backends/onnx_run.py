@@ -54,10 +54,6 @@ class OnnxModule(torch.nn.Module):
         found = self._watched[key](self.feed(args, inputs))
         return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found, strict=True)}
 
-    def forget(self) -> None:
-        """Drop the sessions that were loaded: their threads do not live on in a process that was forked."""
-        self._watched.clear()
-
     @cached_property
     def inputs(self) -> dict[str, ir.Value]:
         """Return the inputs that a call gives, by name."""
