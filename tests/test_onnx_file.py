@@ -18,7 +18,6 @@ from onnx import TensorProto, helper, numpy_helper
 import lnrewrite as lnr
 from lnrewrite.backends import onnx_file
 from mutants import protobuf_mutant
-from tiers import rows
 
 WIDTH = 8
 
