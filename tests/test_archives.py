@@ -122,7 +122,7 @@ def told(held: bytes, *allowed: str) -> LnrewriteError | None:
 # ---- what torch writes ----
 
 
-@pytest.mark.parametrize("name", rows(SAVED, sample=SAVED[::17]))
+@pytest.mark.parametrize("name", rows(SAVED, sample=SAVED[1::17]))
 def test_all_that_torch_writes_is_allowed(name: str, tmp_path: Path) -> None:
     zoo.program(name).save(tmp_path / "m.pt2")
     assert identify(str(tmp_path / "m.pt2")).unsafe == ()

@@ -21,13 +21,14 @@ from lnrewrite.cli import main
 from lnrewrite.kernels import library
 from lnrewrite.program import Program
 from lnrewrite.targets import boundaries
+from tiers import rows
 
 pytestmark = pytest.mark.usefixtures("onnx_once", "demo_captured_once")
 
 
 @pytest.fixture(scope="module")
 def gemma() -> Program:
-    return zoo.program("gemma2")
+    return zoo.program("gemma2", depth=1)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,8 @@ def test_every_boundary_of_a_peri_model_is_one_operator(gemma: Program, kernels:
     report = gemma.export(path, target="cuda", fuse="custom", optimize="none")
     assert report.norms is not None and report.proof is not None and report.proof["max_rel"] < 2e-5
     found = operators(path)
-    assert (found["NormAddNorm"], found["NormAdd"], found["SimplifiedLayerNormalization"]) == (4, 0, 1)
-    assert Counter(row.form for row in report.norms) == {"NormAddNorm": 8, "SimplifiedLayerNormalization": 1}
+    assert (found["NormAddNorm"], found["NormAdd"], found["SimplifiedLayerNormalization"]) == (2, 0, 1)
+    assert Counter(row.form for row in report.norms) == {"NormAddNorm": 4, "SimplifiedLayerNormalization": 1}
     held = {p.key: p.value for p in onnx.load(path).metadata_props}
     assert held["lnrewrite.operators"] == "NormAddNorm"
     assert any("proved with the kernels" in note for note in report.notes)
@@ -76,7 +77,7 @@ def test_the_kernels_run_and_agree(gemma: Program, kernels: Path, tmp_path: Path
     options.log_severity_level = 4
     options.optimized_model_filepath = str(seen)
     ours = lnr.session(path, threads=1, options=options)
-    assert operators(seen)["NormAddNorm"] == 4, "ONNX Runtime runs the kernels, not their definitions"
+    assert operators(seen)["NormAddNorm"] == 2, "ONNX Runtime runs the kernels, not their definitions"
     feed = {k: v.numpy() for k, v in gemma.example_inputs().items()}
     right = gemma.module()(**gemma.example_inputs()).logits.detach()
     for session in (ours, runs(path)):  # the second has no kernels: the definitions that the file brings along
@@ -109,10 +110,10 @@ def test_a_file_that_is_read_is_seen_whole(gemma: Program, no_kernels: None, tmp
     assert runs(again)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", rows(["fp16", "bf16"], sample=["fp16"]))
 def test_halves(gemma: Program, kernels: Path, dtype: str, tmp_path: Path) -> None:
     report = gemma.export(tmp_path / "m.onnx", target="cuda", dtype=dtype, fuse="custom", optimize="none")
-    assert operators(tmp_path / "m.onnx")["NormAddNorm"] == 4
+    assert operators(tmp_path / "m.onnx")["NormAddNorm"] == 2
     assert report.proof is not None and report.proof["max_rel"] < (2e-2 if dtype == "fp16" else 1e-1)
 
 
@@ -120,9 +121,10 @@ def test_output_only_placement_is_half_a_boundary(gemma: Program, kernels: Path,
     made = lnr.Pipeline.parse("place{to=output}").run(gemma, [gemma.example_inputs()]).program
     made.export(tmp_path / "m.onnx", target="cpu", fuse="custom")
     found = operators(tmp_path / "m.onnx")
-    assert (found["NormAdd"], found["NormAddNorm"]) == (3, 1), "the last boundary ends in the final norm"
+    assert (found["NormAdd"], found["NormAddNorm"]) == (1, 1), "the last boundary ends in the final norm"
 
 
+@pytest.mark.exhaustive
 def test_other_placements_have_no_such_boundary(bert: Program, kernels: Path, tmp_path: Path) -> None:
     report = bert.export(tmp_path / "m.onnx", target="cpu", fuse="custom")
     assert not {"NormAdd", "NormAddNorm"} & set(operators(tmp_path / "m.onnx"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import zoo
 from lnrewrite import exporting
 from lnrewrite.cli import main
 from lnrewrite.program import Program
+from tiers import rows
 
 Programs = dict[str, Program]
 pytestmark = pytest.mark.usefixtures("onnx_once", "demo_captured_once")
@@ -25,15 +27,17 @@ pytestmark = pytest.mark.usefixtures("onnx_once", "demo_captured_once")
 
 @pytest.fixture(scope="module")
 def programs() -> Programs:
-    return {name: zoo.program(name) for name in ("gpt2", "gemma2")}
+    return {name: zoo.program(name, depth=1) for name in ("gpt2", "gemma2")}
 
 
 def operators(path: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(path).graph.node)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize("target", ["cpu", "cuda", "tensorrt", "generic"])
+FILES = list(product(("cpu", "cuda", "tensorrt", "generic"), ("fp32", "fp16")))
+
+
+@pytest.mark.parametrize(("target", "dtype"), rows(FILES, sample=FILES[::3]))
 def test_every_norm_has_a_form_and_a_reason(programs: Programs, target: str, dtype: str, tmp_path: Path) -> None:
     for name, program in programs.items():
         report = program.export(tmp_path / "m.onnx", target=target, dtype=dtype, optimize="none")
@@ -48,7 +52,7 @@ def test_every_norm_has_a_form_and_a_reason(programs: Programs, target: str, dty
         if target in ("tensorrt", "generic"):
             onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
         if target == "cuda":
-            assert sum(form.startswith("Skip") * n for form, n in forms.items()) == (5 if name == "gpt2" else 4)
+            assert sum(form.startswith("Skip") * n for form, n in forms.items()) == (3 if name == "gpt2" else 2)
         if dtype == "fp16":
             held = onnx.load(tmp_path / "m.onnx").graph
             assert {v.type.tensor_type.elem_type for v in held.output} == {onnx.TensorProto.FLOAT16}
@@ -88,7 +92,7 @@ def test_bf16_is_written_and_proved_as_far_as_the_cpu_goes(programs: Programs, t
 def test_the_rest_of_the_graph_is_fused_for_cuda(programs: Programs, tmp_path: Path) -> None:
     report = programs["gpt2"].export(tmp_path / "m.onnx", target="cuda")
     counts = operators(tmp_path / "m.onnx")
-    assert counts["MultiHeadAttention"] == 2 and counts["SkipLayerNormalization"] == 5
+    assert counts["MultiHeadAttention"] == 1 and counts["SkipLayerNormalization"] == 3
     assert any("MultiHeadAttention" in note for note in report.notes)
     names = {i.name for i in onnx.load(tmp_path / "m.onnx").graph.initializer}
     assert "transformer.h.0.attn.c_attn.weight" in names
@@ -145,6 +149,7 @@ def test_a_file_that_fails_its_proof_is_not_kept(programs: Programs, tmp_path: P
     assert (tmp_path / "m.onnx").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         module, inputs = zoo.build("pre rms")

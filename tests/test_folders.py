@@ -147,6 +147,7 @@ def test_what_only_changes_weights_stays_an_architecture_of_transformers(room: P
         assert not torch.equal(weights(target)[up], weights(room / "llama")[up])
 
 
+@pytest.mark.exhaustive
 def test_untying_a_head_is_written_and_what_a_class_ties_again_is_refused(room: Path) -> None:
     want = logits(opened(room / "gpt2"))
     target = rewritten(room, "gpt2", "untie,fold-affine")

@@ -234,7 +234,7 @@ def test_a_forward_without_source(net: tuple[nn.Module, Inputs]) -> None:
 
 
 def test_a_module_that_looks_at_its_norm() -> None:
-    module, inputs = zoo.build("mamba")
+    module, inputs = zoo.build("mamba", depth=1)
     refused(module, inputs, "LN313", "AttributeError", to="none")
 
 

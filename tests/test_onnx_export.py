@@ -61,7 +61,7 @@ MODELS = (
 )
 
 
-@pytest.mark.parametrize(("name", "dtype", "opset"), rows(MODELS, sample=MODELS[:2]))
+@pytest.mark.parametrize(("name", "dtype", "opset"), rows(MODELS, sample=MODELS[1:2]))
 def test_models_run_as_in_torch_at_two_sizes(name: str, dtype: torch.dtype, opset: int) -> None:
     module, example = built(name)
     inputs = {"input_ids": example["input_ids"]}

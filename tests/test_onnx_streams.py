@@ -24,9 +24,7 @@ FAMILIES = (
 FORMS = [*((f, 18) for f in FAMILIES), *((f, 23) for f in FAMILIES[:3])]
 
 
-@pytest.mark.parametrize(
-    ("family", "opset"), rows(FORMS, sample=(("gemma2", 18), ("bert", 23)))
-)
+@pytest.mark.parametrize(("family", "opset"), rows(FORMS, sample=(("bert", 23),)))
 def test_the_onnx_export_gives_the_same_stream_text(family: str, opset: int) -> None:
     program = zoo.program(family, depth=1)
     picture = text.render(detect(lift(program.to_onnx(opset))))
@@ -41,7 +39,7 @@ def _folded(picture: str) -> str:
 CONVERTED = ("gpt2", "norm over axis 1", "llama", "bert", "gemma2")
 
 
-@pytest.mark.parametrize("family", rows(CONVERTED, sample=CONVERTED[:2]))
+@pytest.mark.parametrize("family", rows(CONVERTED, sample=CONVERTED[1:2]))
 def test_conversions_on_either_side_agree(family: str, tmp_path: Path) -> None:
     program, inputs = zoo.captured(family, depth=1)
     program.export(tmp_path / "m.onnx", target="cuda", optimize="none")
@@ -68,7 +66,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize(
-    "family", rows([*CONVERTED[:3], "bloom", "opt", "cohere", "dinov2", "vit", "granite"], sample=("gpt2",))
+    "family", rows([*CONVERTED[:3], "bloom", "opt", "cohere", "dinov2", "vit", "granite"], sample=[])
 )
 def test_exact_passes_give_the_same_on_either_side(family: str, tmp_path: Path) -> None:
     """Edits are computed in float64 and stored in float32, whose rounding is all that may differ."""

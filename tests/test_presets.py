@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lnrewrite as lnr
 from lnrewrite import demo
+from tiers import rows
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -63,13 +64,16 @@ def test_the_arms_are_needed(overflowing: Any, monkeypatch: pytest.MonkeyPatch) 
         assert not result.program.module().half()(ids=ids).isfinite().all()
 
 
-def test_half_precision_reports_what_rounding_costs() -> None:
+HALVES = [(torch.bfloat16, 0.1), (torch.float16, 0.01)]
+
+
+@pytest.mark.parametrize(("dtype", "most"), rows(HALVES, sample=HALVES[:1]))
+def test_half_precision_reports_what_rounding_costs(dtype: torch.dtype, most: float) -> None:
     model, data = demo.load("tinygpt"), demo.calibration(batches=2, seed=0)
-    for dtype, most in ((torch.bfloat16, 0.1), (torch.float16, 0.01)):
-        program = lnr.capture(model.to(dtype), kwargs=data[0])
-        report = lnr.Pipeline.preset("quantize").run(program, data, partial=True, consume=True).report
-        assert report.drift and 0 < report.drift["relative_error"] < most
-        assert any("rounding" in note for note in report.notes)
+    program = lnr.capture(model.to(dtype), kwargs=data[0])
+    report = lnr.Pipeline.preset("quantize").run(program, data, partial=True, consume=True).report
+    assert report.drift and 0 < report.drift["relative_error"] < most
+    assert any("rounding" in note for note in report.notes)
     assert lnr.Pipeline.preset("exact").run(lnr.capture(model.float(), kwargs=data[0])).report.drift is None
 
 

@@ -84,6 +84,7 @@ def test_given_labels_stay_and_without_a_task_there_are_none() -> None:
     assert "labels" not in rehearsed(Given(4), ids="").batch(0)
 
 
+@pytest.mark.exhaustive
 def test_what_the_data_lack_is_kept(tmp_path: Path) -> None:
     """The data are ASCII; how far are teacher and student apart on windows of other bytes?"""
     text = tmp_path / "ascii.txt"
