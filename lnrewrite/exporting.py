@@ -103,6 +103,7 @@ def export(
     if program.fixed_paths:
         stamp(model, fixed_paths=json.dumps(program.fixed_paths))
     found = put(model, output, program if verify else None, bound, say, force=force)
+    notes += found.pop("notes") if found else []
     placement = program.network.placement
     return Report(
         "", Exactness.ALGEBRAIC, (), placement, placement, notes=tuple(notes), output=str(output),
@@ -188,9 +189,10 @@ def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, An
         modules = [runnable(defined)]
         if DOMAIN in defined.graph.opset_imports and find() is not None:
             modules.append(runnable(read(file, str(output), inline=False)))
-        proofs = [proof(program, module, bound) | {"dtype": module.precision} for module in modules]
+        proofs = [proof(program, m, bound) | {"dtype": m.precision, "notes": m.notes} for m in modules]
         found = max(proofs, key=lambda row: float(row["max_rel"]))
     except LnrewriteError as error:
+        remedy = error.remedy if error.code == "LN020" else remedy  # inputs that it names
         raise LnrewriteError("LN403", str(output), error.why, remedy) from error
     if found["verdict"] == "different":
         why = f"its outputs are off by {found['max_rel']:.2g} of the largest, {bound:g} is allowed"

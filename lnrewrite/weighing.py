@@ -67,15 +67,13 @@ def weighed(name: str, folder: Path) -> Iterator[None]:
 
     Networks are built on the meta device, where a tensor takes no memory, and what they register is counted.
     """
-    import torch
+    from torch.nn.modules import module
 
-    module = torch.nn.Module
     tensors, size = weight_of(folder)
     most, numbers = PER_TENSOR * tensors + SPARE_TENSORS, PER_BYTE * size + SPARE_NUMBERS
     count = total = 0
-    kept = module.register_parameter, module.register_buffer
 
-    def weigh(tensor: torch.Tensor | None) -> None:
+    def weigh(owner: torch.nn.Module, key: str, tensor: torch.Tensor | None) -> None:
         nonlocal count, total
         count, total = count + (tensor is not None), total + (0 if tensor is None else tensor.numel())
         if count > most:
@@ -83,19 +81,15 @@ def weighed(name: str, folder: Path) -> Iterator[None]:
         if total > numbers:
             raise _misfit(name, f"its config asks for more than {numbers} numbers, and its weights have {size} bytes")
 
-    def parameter(self: torch.nn.Module, key: str, param: torch.nn.Parameter | None) -> None:
-        weigh(param)
-        kept[0](self, key, param)
-
-    def buffer(self: torch.nn.Module, key: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        weigh(tensor)
-        kept[1](self, key, tensor, persistent)
-
-    module.register_parameter, module.register_buffer = parameter, buffer  # type: ignore[method-assign, assignment]
+    hooks = (
+        module.register_module_parameter_registration_hook(weigh),
+        module.register_module_buffer_registration_hook(weigh),
+    )
     try:
         yield
     finally:
-        module.register_parameter, module.register_buffer = kept  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
 
 
 def _misfit(name: str, why: str) -> LnrewriteError:

@@ -22,6 +22,7 @@ from torch import nn
 
 import lnrewrite
 from commands import fails, ok, run
+from killing import Layer
 from lnrewrite import demo
 from lnrewrite.codes import CATALOGUE
 from lnrewrite.pipeline import Pipeline
@@ -32,17 +33,6 @@ TINY = "demo:tinygpt"
 
 
 # ---- models that the tests name ----
-
-
-class Layer(nn.Module):
-    """One Pre-LN branch."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Deep(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import torch
 from torch import Tensor
 
@@ -19,6 +18,8 @@ from ..diagnostics import LnrewriteError
 from ..kernels.library import DOMAIN, find, register
 from .onnx_double import doubled, widened
 from .onnx_file import ONE_FILE, bytes_of, whole, write
+from .onnx_remote import Died, Failed, Session
+from .onnx_server import LEVELS
 
 TORCH = {
     ir.DataType.FLOAT: torch.float32, ir.DataType.DOUBLE: torch.float64, ir.DataType.FLOAT16: torch.float16,
@@ -26,7 +27,6 @@ TORCH = {
     ir.DataType.BOOL: torch.bool, ir.DataType.INT8: torch.int8, ir.DataType.UINT8: torch.uint8,
     ir.DataType.INT16: torch.int16,
 }  # fmt: skip
-Run = Callable[[dict[str, np.ndarray]], Sequence[np.ndarray]]
 
 
 class OnnxModule(torch.nn.Module):
@@ -38,7 +38,7 @@ class OnnxModule(torch.nn.Module):
     def __init__(self, model: ir.Model, precision: str = "as written") -> None:
         super().__init__()
         self.model, self.precision = model, precision
-        self._watched: dict[tuple[str, ...], Run] = {}
+        self._watched: dict[tuple[str, ...], Session] = {}
 
     def forward(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
         """Run the model. Raises LnrewriteError LN022 for wrong inputs, LN030 where ONNX Runtime refuses the model."""
@@ -47,12 +47,25 @@ class OnnxModule(torch.nn.Module):
     def watch(self, names: Sequence[str], *args: Any, **inputs: Any) -> dict[str, Tensor]:
         """Run the model and return the values of these names too."""
         key = tuple(sorted(set(names)))
-        if key not in self._watched:
+        if key not in self._watched or self._watched[key].gone:
             self._watched[key] = load(_watching(self.model, key))
         held = [str(v.name) for v in self.model.graph.outputs]
         wanted = [*held, *(n for n in key if n not in held)]
-        found = self._watched[key](self.feed(args, inputs))
-        return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found, strict=True)}
+        try:
+            found = self._watched[key](self.feed(args, inputs))
+        except Failed as why:
+            raise LnrewriteError("LN022", "ONNX Runtime", _telling(why), "give inputs that the model takes") from why
+        except Died as how:
+            raise _dead(how) from how
+        return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found.values(), strict=True)}
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a user should know of how the model ran."""
+        if all(session.level == LEVELS[0] for session in self._watched.values()):
+            return []
+        return ["ONNX Runtime dies on it at its highest level of optimization (it ran at the next); a session of the "
+                "CPU needs graph_optimization_level = ORT_ENABLE_EXTENDED"]  # fmt: skip
 
     @cached_property
     def inputs(self) -> dict[str, ir.Value]:
@@ -122,35 +135,39 @@ def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:
     return model
 
 
-def load(model: ir.Model) -> Run:
+def load(model: ir.Model) -> Session:
     """Load a model into ONNX Runtime, bfloat16 inputs and outputs as float32, which numpy has.
 
-    Raises LnrewriteError LN030 where ONNX Runtime refuses it, LN039 where a value of it is declared too large to hold.
+    Raises LnrewriteError LN030 where ONNX Runtime refuses it or dies on it, LN039 where a value of it is declared too
+    large to hold.
     """
     check_sizes(model)
-    model = _plain_ends(model)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    if any(node.domain == DOMAIN for node in model.graph) and find() is not None:  # else by their definitions
-        register(options, "the model")
-    try:
+    model, library = _plain_ends(model), None
+    if any(node.domain == DOMAIN for node in model.graph) and (library := find()) is not None:  # else by definitions
+        import onnxruntime
+
+        register(onnxruntime.SessionOptions(), "the model")  # raises where it does not load
+    with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:
         if bytes_of(model) > ONE_FILE:
-            with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:
-                path = write(model, Path(folder) / "model.onnx")[0]
-                session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        else:
-            content = ir.to_proto(whole(model)).SerializeToString()
-            session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    except Exception as why:  # ONNX Runtime has no common base class of its errors
-        raise LnrewriteError("LN030", "ONNX Runtime", _telling(why), "see `lnrewrite explain LN030`") from why
+            return _opened(str(write(model, Path(folder) / "model.onnx")[0]), library)
+        return _opened(ir.to_proto(whole(model)).SerializeToString(), library)
 
-    def run(feed: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
+
+def _opened(model: str | bytes, library: Path | None) -> Session:
+    """Open a file's path or content at the highest level of optimization that ONNX Runtime survives."""
+    died: Died
+    for level in LEVELS:
         try:
-            return [np.asarray(v) for v in session.run(None, feed)]
-        except Exception as why:
-            raise LnrewriteError("LN022", "ONNX Runtime", _telling(why), "give inputs that the model takes") from why
+            return Session(model, level, str(library) if library else None)
+        except Failed as why:
+            raise LnrewriteError("LN030", "ONNX Runtime", _telling(why), "see `lnrewrite explain LN030`") from why
+        except Died as how:
+            died = how
+    raise _dead(died) from died
 
-    return run
+
+def _dead(how: Died) -> LnrewriteError:
+    return LnrewriteError("LN030", "ONNX Runtime", f"its process died: {how}", "see `lnrewrite explain LN030`")
 
 
 def _telling(why: Exception) -> str:
