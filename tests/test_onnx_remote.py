@@ -48,16 +48,16 @@ def server() -> Any:
     return onnx_remote._running[os.getpid()]
 
 
-def right(module: OnnxModule, rows: int = 3) -> None:
-    x = torch.randn(rows, 4)
+def right(module: OnnxModule, count: int = 3) -> None:
+    x = torch.randn(count, 4)
     found = module(x=x)
     assert torch.equal(found["y"], x * torch.arange(1.0, 5)) and found["z"].dtype is torch.bool
-    assert found["s"].tolist() == [rows, 4] and found["e"].shape == ()
+    assert found["s"].tolist() == [count, 4] and found["e"].shape == ()
 
 
 def test_sizes_and_types_come_through(module: OnnxModule) -> None:
-    for rows in (0, 1, 5000):
-        right(module, rows)
+    for count in (0, 1, 5000):
+        right(module, count)
 
 
 def test_a_process_that_dies_is_told_and_the_next_call_starts_another(module: OnnxModule) -> None:
@@ -130,15 +130,15 @@ def test_a_fork_has_a_process_of_its_own(module: OnnxModule) -> None:
 def test_threads_take_turns(module: OnnxModule) -> None:
     failed: list[BaseException] = []
 
-    def run(rows: int) -> None:
+    def run(count: int) -> None:
         try:
             for _ in range(20):
-                right(module, rows)
+                right(module, count)
         except BaseException as error:
             failed.append(error)
 
     right(module)
-    threads = [threading.Thread(target=run, args=(rows,)) for rows in (1, 200)]
+    threads = [threading.Thread(target=run, args=(count,)) for count in (1, 200)]
     for thread in threads:
         thread.start()
     for thread in threads:
