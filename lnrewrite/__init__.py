@@ -38,9 +38,12 @@ Importing `lnrewrite` imports neither torch nor onnx; the names below load what 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime reads it when it is imported, and else calls home
 
 __all__ = [
     "LnrewriteError",

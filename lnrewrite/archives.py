@@ -43,6 +43,7 @@ _HAZARDS = {
     "data/constants/opaque_obj_": "a pickled object",
 }
 _BESIDE = ("data/weights/{}_weights_config.json", "data/constants/{}_constants_config.json", "data/sample_inputs/{}.pt")
+_OF_MODEL = ("_config.json", ".pt")
 _PAYLOADS = {"data/weights/": re.compile(r"weight_\d{1,7}"), "data/constants/": re.compile(r"tensor_\d{1,7}")}
 
 _NAMESPACES = "aten|prims|quantized|quantized_decomposed|torchvision|torchaudio|lnrewrite"
@@ -65,8 +66,10 @@ _RANGED = re.compile(r"[a-zA-Z]+(\d{1,5})?")
 
 JSON_LIMIT, DEPTH, PARTS, FORMULAS = 64 * 2**20, 100, 4_000_000, 200_000
 """Bytes of one JSON, how deep it nests, how many parts it has; letters of all different sizes and guards."""
-UNSTORED, REPEATED = 2**28, 64
-"""Bytes of tensors that are declared and not stored, and how often a stored number may be repeated (stride 0)."""
+LEAVES, REPEATED = 10_000, 64
+"""How many inputs, or outputs, a program has, and how often a stored number may be repeated (stride 0)."""
+_STRIDED = 7
+"""The layout of every tensor that is written by its bytes (schema.py `Layout`)."""
 _BYTES = {4: 4, 5: 8, 6: 2, 3: 2, 7: 4, 8: 8, 9: 4, 10: 8, 11: 16, 13: 2, 28: 2, 34: 4, 35: 8}
 """Bytes of a number by its code (schema.py `ScalarType`) where it is not one byte."""
 
@@ -87,16 +90,18 @@ def program_hazards(stream: IO[bytes]) -> tuple[str, ...]:
 
 def _hazards(members: Members) -> Iterator[str]:
     names = set(members.names())
+    models = [name[7:-5] for name in names if name.startswith("models/")]
+    beside = {form.format(model) for form in _BESIDE for model in models}
+    if missing := sorted(beside - names):
+        raise Damaged(f"it lacks {missing[0]}")
     for name in names:
         what = next((what for start, what in _HAZARDS.items() if name.startswith(start)), None)
         if what:
             yield what
-        elif not _MEMBERS.fullmatch(name):
+        elif not _MEMBERS.fullmatch(name) or name.endswith(_OF_MODEL) and name not in beside:
             raise Damaged(f"it holds {name[:80]!r}, which torch.export does not write")
-    for model in (name[7:-5] for name in names if name.startswith("models/")):
-        if missing := [beside.format(model) for beside in _BESIDE if beside.format(model) not in names]:
-            raise Damaged(f"it lacks {missing[0]}")
-        weights, constants, inputs = (beside.format(model) for beside in _BESIDE)
+    for model in models:
+        weights, constants, inputs = (form.format(model) for form in _BESIDE)
         for config in (weights, constants):
             yield from _payload_hazards(members, config)
         if members.size(inputs):
@@ -111,7 +116,6 @@ def _hazards(members: Members) -> Iterator[str]:
 def _payload_hazards(members: Members, config: str) -> Iterator[str]:
     """Yield what reading the tensors of one configuration would run; each must lie in the file that it names."""
     folder = config[: config.rindex("/") + 1]
-    unstored = 0
     for name, entry in _json(members, config)["config"].items():
         path = entry["path_name"]
         if not isinstance(path, str) or entry["use_pickle"] is not False and entry["use_pickle"] is not True:
@@ -125,24 +129,23 @@ def _payload_hazards(members: Members, config: str) -> Iterator[str]:
                 yield from unsafe_names(pickled)
             yield "a pickled tensor"
         else:
-            unstored += _check_tensor(name, entry["tensor_meta"], members.size(folder + path))
-    if unstored > UNSTORED:
-        raise Damaged(f"{config} declares {unstored} bytes that the file does not hold")
+            _check_tensor(name, entry["tensor_meta"], members.size(folder + path))
 
 
-def _check_tensor(name: str, meta: dict[str, Any], held: int) -> int:
-    """Check that a tensor of that description fits into `held` bytes; return the bytes that it adds to memory."""
+def _check_tensor(name: str, meta: dict[str, Any], held: int) -> None:
+    """Raise Damaged unless a tensor of that description fits into `held` bytes, or is on the meta device."""
     sizes, strides = ([_number(v["as_int"]) for v in meta[key]] for key in ("sizes", "strides"))
     offset, width = _number(meta["storage_offset"]["as_int"]), _BYTES.get(meta["dtype"], 1)
     if len(sizes) != len(strides) or min([0, offset, *sizes, *strides]) < 0:
         raise Damaged(f"the description of {name[:80]!r} is not of a tensor")
     count = math.prod(sizes)
-    if not held:
-        return 0 if meta["device"]["type"] == "meta" else count * width
+    if meta["layout"] != _STRIDED:
+        raise Damaged(f"{name[:80]!r} has a layout that torch.export does not write")
+    if not held and meta["device"]["type"] == "meta":
+        return
     last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if count else offset - 1
     if (last + 1) * width > held or count * width > REPEATED * max(held, 2**16):
         raise Damaged(f"{name[:80]!r} is described as {sizes} and its file has {held} bytes")
-    return 0
 
 
 def _number(value: Any) -> int:
@@ -225,13 +228,14 @@ def _tree_hazards(spec: Any) -> Iterator[str]:
 
     A node is a leaf, or {type, context, children_spec}; the type is looked up among those that are registered.
     """
-    protocol, node = spec
-    if protocol != 1:
-        raise Damaged(f"a tree of inputs or outputs is of the form {str(protocol)[:20]!r}")
-    nodes = [node]
+    if not isinstance(spec, list) or len(spec) != 2 or spec[0] != 1:
+        raise Damaged(f"a tree of inputs or outputs is of the form {str(spec)[:20]!r}")
+    nodes, count = [spec[1]], 0
     while nodes:
-        node = nodes.pop()
+        node, count = nodes.pop(), count + 1
         nodes += node["children_spec"]
+        if count > LEAVES:
+            raise Damaged(f"a tree of inputs or outputs has more than {LEAVES} parts")
         context = node["context"]
         if isinstance(context, str) and not _WORD.fullmatch(context):
             context = _parsed(context.encode(), "context")

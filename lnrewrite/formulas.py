@@ -78,10 +78,15 @@ def _parsed(text: str) -> ast.expr:
         raise Forbidden("too long, or not plain text")
     try:
         tree = ast.parse(text, mode="eval").body
-        if sum(1 for _ in ast.walk(tree)) > NODES:
+        nodes = list(ast.walk(tree))
+        if len(nodes) > NODES:
             raise Forbidden("too many parts")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise Forbidden("no arithmetic") from error
+    for node in nodes:  # Python reads 1e-999999999 as 0.0, and sympy the number that is written
+        a_float = isinstance(node, ast.Constant) and isinstance(node.value, float)
+        if a_float and not _NUMBER.fullmatch(ast.get_source_segment(text, node) or ""):
+            raise Forbidden("a number of that form")
     return tree
 
 

@@ -24,7 +24,7 @@ from .backends.lift import lift
 from .backends.surgery import Surgery
 from .detect.naming import norm_names
 from .detect.norms import find_norms
-from .diagnostics import LnrewriteError
+from .diagnostics import LnrewriteError, one_line
 from .landing import poured, write_whole
 from .opgraph import OpGraph
 from .output import check_output
@@ -295,7 +295,7 @@ def load(
 
     opened = open_module(model, factory=factory, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
     if opened.program is not None:
-        taken = from_program(opened.program)
+        taken = _taken_over(model, opened.program)
         check_finite(taken.module)
         return Program(taken, format=opened.kind)
     module = opened.module
@@ -322,6 +322,19 @@ def load(
                 why = f"the model fixes dimension {dimension} of {name} at {kwargs[name].shape[axis]}"
                 raise LnrewriteError("LN023", model, why, "give that dimension as a number")
     return program
+
+
+def _taken_over(model: str, program: torch.export.ExportedProgram) -> Capture:
+    """Take over the program of a file. Raises LnrewriteError LN015 where it does not hold together."""
+    from .forms import damaged
+
+    try:
+        return from_program(program)
+    except LnrewriteError:
+        raise
+    except Exception as error:  # torch traces it again, and raises whatever a stranger's graph leads to
+        told = one_line(f"{type(error).__name__}: {error}".split("\n", 1)[0])
+        raise damaged(model, f"its program does not hold together: {told}") from error
 
 
 def convert(

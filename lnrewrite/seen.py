@@ -19,7 +19,7 @@ from .proving import Evidence
 from .sounding import Edits
 from .stream import Network
 
-UNTRIED = "the picture was not tried on numbers: the model holds none, takes no made-up inputs, or has too many nodes"
+UNTRIED = "the picture was not tried on numbers: {}"
 
 
 class Seen(ABC):
@@ -72,7 +72,7 @@ class Seen(ABC):
         """Return what detection sees, tried on the model: with a barrier where it does not hold (LN208)."""
         found = certify(self)
         if found is None:
-            self.told = (*self.told, UNTRIED)
+            self.told = (*self.told, UNTRIED.format(self._silent))
         return found or self.network
 
     @property
@@ -88,9 +88,12 @@ class Seen(ABC):
         if seed not in self._heard:
             try:
                 self._heard[seed] = self._evidence(seed)
-            except LnrewriteError:  # no inputs can be made up, or it does not run at all
-                self._heard[seed] = None
+            except LnrewriteError as error:  # no inputs can be made up, or it does not run at all
+                self._heard[seed], self._silent = None, error.why
         return self._heard[seed]
+
+    _silent = "it holds none, takes no made-up inputs, or has too many nodes"
+    """Why it has no evidence."""
 
     @cached_property
     def _heard(self) -> dict[int, Evidence | None]:

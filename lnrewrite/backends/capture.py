@@ -89,6 +89,9 @@ def from_program(program: ExportedProgram) -> Capture:
             mark(captured, CHOSEN)
     s = captured.signature
     given = {**dict(zip(s.names, args, strict=False)), **kwargs}
+    if missing := [n for n in (*s.positional, *s.keywords) if n not in given]:
+        why, remedy = f"it holds no example of its input {missing[0]}", "export it again, and save it with its inputs"
+        raise LnrewriteError("LN020", "the program", why, remedy)
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
     return Capture(captured, *kept, dynamic=tuple(sorted(_symbols(captured))))
 

@@ -79,18 +79,19 @@ class Server:
 class Session:
     """Run a model in ONNX Runtime on the CPU.
 
-    model: a file's path or content; level: one of `onnx_server.LEVELS`; library: of operators. Raises Failed where ONNX
-    Runtime refuses it, Died where it dies. Where no process can be started it runs in this one.
+    model: a file's path or content; size: bytes of its weights, which bound its memory; level: one of
+    `onnx_server.LEVELS`; library: of operators. Raises Failed where ONNX Runtime refuses it, Died where it dies. Where
+    no process can be started it runs in this one.
     """
 
-    def __init__(self, model: str | bytes, level: str, library: str | None = None) -> None:
+    def __init__(self, model: str | bytes, size: int, level: str, library: str | None = None) -> None:
         self.level, self._server = level, _server(os.getpid())
         if self._server is None:
             with _telling():
                 self._here = onnx_server.opened(model, level, library)
             return
         self._number = self._server.number()
-        said = {"session": self._number, "level": level, "library": library, "path": ""}
+        said = {"session": self._number, "bytes": size, "level": level, "library": library}
         content = {"model": np.frombuffer(model, np.uint8)} if isinstance(model, bytes) else {}
         self._server.ask({**said, "path": "" if content else model}, content)
         weakref.finalize(self, self._server.unused.append, self._number).atexit = False

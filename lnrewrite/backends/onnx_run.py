@@ -149,16 +149,16 @@ def load(model: ir.Model) -> Session:
         register(onnxruntime.SessionOptions(), "the model")  # raises where it does not load
     with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:
         if bytes_of(model) > ONE_FILE:
-            return _opened(str(write(model, Path(folder) / "model.onnx")[0]), library)
-        return _opened(ir.to_proto(whole(model)).SerializeToString(), library)
+            return _opened(str(write(model, Path(folder) / "model.onnx")[0]), bytes_of(model), library)
+        return _opened(ir.to_proto(whole(model)).SerializeToString(), bytes_of(model), library)
 
 
-def _opened(model: str | bytes, library: Path | None) -> Session:
+def _opened(model: str | bytes, size: int, library: Path | None) -> Session:
     """Open a file's path or content at the highest level of optimization that ONNX Runtime survives."""
     died: Died
     for level in LEVELS:
         try:
-            return Session(model, level, str(library) if library else None)
+            return Session(model, size, level, str(library) if library else None)
         except Failed as why:
             raise LnrewriteError("LN030", "ONNX Runtime", _telling(why), "see `lnrewrite explain LN030`") from why
         except Died as how:

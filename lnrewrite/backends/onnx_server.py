@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any, BinaryIO
 
@@ -19,6 +20,8 @@ import numpy as np
 Arrays = dict[str, np.ndarray]
 LEVELS = ("ORT_ENABLE_ALL", "ORT_ENABLE_EXTENDED")
 """How much a session may change of a model, the most first."""
+SPARE, PER_BYTE, PER_INPUT = 1 << 30, 16, 256
+"""Bytes that a model may take: so many, and more for each byte of its weights and of its inputs."""
 
 
 def send(to: BinaryIO, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -66,9 +69,22 @@ def outputs(session: Any, feed: Mapping[str, np.ndarray]) -> Arrays:
     return found
 
 
+def bounded(more: int) -> None:
+    """Let this process take so many more bytes of memory from now on, where the system counts them (Linux)."""
+    with suppress(ImportError, OSError, StopIteration, ValueError):
+        import resource
+
+        with open("/proc/self/status") as file:
+            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        wanted = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
 def serve(source: BinaryIO, to: BinaryIO) -> None:
     """Open, run and forget sessions as messages say, until there are none; answer with outputs or with what failed."""
     sessions: dict[int, Any] = {}
+    sizes: dict[int, int] = {}
     send(to, {}, {})  # ready
     while True:
         try:
@@ -80,9 +96,13 @@ def serve(source: BinaryIO, to: BinaryIO) -> None:
         try:
             if "level" in said:
                 model = said["path"] or arrays.pop("model").tobytes()
+                sizes[said["session"]] = size = said["bytes"]
+                bounded(SPARE + PER_BYTE * size)
                 sessions[said["session"]] = opened(model, said["level"], said["library"])
                 found: Arrays = {}
             else:
+                given = sum(array.nbytes for array in arrays.values())
+                bounded(SPARE + PER_BYTE * sizes[said["session"]] + PER_INPUT * given)
                 found = outputs(sessions[said["session"]], arrays)
         except Exception as why:  # ONNX Runtime has no common base class of its errors
             send(to, {"why": str(why) or type(why).__name__}, {})

@@ -31,7 +31,7 @@ def _follow(graph: OpGraph, maker: Op, region: Collection[str], closed: Collecti
     linear = written(graph, maker, -1)
     if linear is None or linear.table:
         return None
-    takers, values = {}, [maker.name]
+    takers, values = {}, {maker.name: None}
     todo: list[tuple[str, int | None, int]] = [(maker.name, -1, 0)]
     runs = set()
     while todo:
@@ -45,7 +45,7 @@ def _follow(graph: OpGraph, maker: Op, region: Collection[str], closed: Collecti
                 runs.add(run if axis == -1 and not taker.apart else 0)
             elif (step := _onward(graph, op, value, axis, run, maker.name)) is not None:
                 if user not in values:
-                    values.append(user)
+                    values[user] = None
                     todo.append((user, *step))
             else:
                 return None

@@ -52,6 +52,7 @@ def member_cases() -> Iterator[Case]:
                    "data/weights/weight_0", "data/constants/tensor_0"):  # fmt: skip
         for name, content in {"missing": None, "empty": b"", "junk": b"\xff\0\x1b[31m", "deep": b"[" * 200_000}.items():
             loose = member in ("archive_version", "byteorder", "data/sample_inputs/model.pt", "archive_format")
+            loose |= name == "deep" and member.endswith("_0")  # they are numbers, whatever they were
 
             def other(place: Place, member: str = member, content: bytes | None = content) -> bytes:
                 return archive(place, {member: content})
@@ -147,7 +148,7 @@ def graph_cases() -> Iterator[Case]:
     yield edited("a node twice", MODEL, twice)
     yield edited("no nodes", MODEL, lambda node: node["graph_module"]["graph"].update(nodes=[]))
     yield edited("a name that is code", MODEL, lambda node: _renamed(node, "x); __import__('os').system('true'); (x"))
-    yield edited("a name that is a keyword", MODEL, lambda node: _renamed(node, "import"))
+    yield edited("a name that is a keyword", MODEL, lambda node: _renamed(node, "import"), (0, 1))  # torch finds another name
 
 
 def _renamed(node: Any, name: str) -> Any:
