@@ -66,8 +66,8 @@ _RANGED = re.compile(r"[a-zA-Z]+(\d{1,5})?")
 
 JSON_LIMIT, DEPTH, PARTS, FORMULAS = 64 * 2**20, 100, 4_000_000, 200_000
 """Bytes of one JSON, how deep it nests, how many parts it has; letters of all different sizes and guards."""
-LEAVES, REPEATED = 10_000, 64
-"""How many inputs, or outputs, a program has, and how often a stored number may be repeated (stride 0)."""
+SPEC_PARTS, REPEATED = 200_000, 64
+"""How many parts a tree of inputs or outputs has, and how often a stored number may be repeated (stride 0)."""
 _STRIDED = 7
 """The layout of every tensor that is written by its bytes (schema.py `Layout`)."""
 _BYTES = {4: 4, 5: 8, 6: 2, 3: 2, 7: 4, 8: 8, 9: 4, 10: 8, 11: 16, 13: 2, 28: 2, 34: 4, 35: 8}
@@ -185,7 +185,7 @@ def _node_hazards(node: Any, key: str, formulas: set[str]) -> Iterator[str]:
             if name in ("target", "as_operator") and isinstance(child, str):
                 yield from [] if _OPERATOR.fullmatch(child) else [f"the function {child[:60]!r}"]
             elif name in ("in_spec", "out_spec") and isinstance(child, str):
-                yield from _tree_hazards(_parsed(child.encode(), name))
+                yield from _tree_hazards(_parsed(child.encode(), name, SPEC_PARTS))
             elif not _is_carried(node, name, child):
                 yield from _node_hazards(child, name, formulas)
     elif isinstance(node, str):
@@ -230,15 +230,13 @@ def _tree_hazards(spec: Any) -> Iterator[str]:
     """
     if not isinstance(spec, list) or len(spec) != 2 or spec[0] != 1:
         raise Damaged(f"a tree of inputs or outputs is of the form {str(spec)[:20]!r}")
-    nodes, count = [spec[1]], 0
+    nodes = [spec[1]]
     while nodes:
-        node, count = nodes.pop(), count + 1
+        node = nodes.pop()
         nodes += node["children_spec"]
-        if count > LEAVES:
-            raise Damaged(f"a tree of inputs or outputs has more than {LEAVES} parts")
         context = node["context"]
         if isinstance(context, str) and not _WORD.fullmatch(context):
-            context = _parsed(context.encode(), "context")
+            context = _parsed(context.encode(), "context", SPEC_PARTS)
         yield from _context_hazards(node["type"] or "")
         yield from _context_hazards(context)
 
@@ -272,11 +270,11 @@ def _shape(text: bytes) -> tuple[int, int]:
     return (max(deep, default=0) if len(marks) <= PARTS else 0), len(marks)
 
 
-def _parsed(text: bytes, name: str) -> Any:
+def _parsed(text: bytes, name: str, most: int = PARTS) -> Any:
     """Parse JSON that is neither too deep nor too much. Raises Damaged."""
     deep, many = _shape(text)
-    if deep > DEPTH or many > PARTS:
-        raise Damaged(f"{name} is nested {deep} deep or has {many} parts; {DEPTH} and {PARTS} are allowed")
+    if deep > DEPTH or many > most:
+        raise Damaged(f"{name} is nested {deep} deep or has {many} parts; {DEPTH} and {most} are allowed")
     try:
         return json.loads(text.decode())
     except ValueError as error:

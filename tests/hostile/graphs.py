@@ -10,7 +10,6 @@ from typing import Any
 from . import zips
 from .place import SECRET, Case, Place, inspecting
 
-
 SHOWN = {
     "axis 99", "an unknown attribute", "stash type 99", "2^40", "2^62", "IR version 0", "weights of text", "weights twice",
     "weights in segments",
