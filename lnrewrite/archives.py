@@ -60,6 +60,7 @@ _OPERATOR = re.compile(
 )
 _WORD = re.compile(r"[\w .#:/*-]*")
 _FACTORIES = {"dict", "list", "set", "tuple", "int", "float", "str", "bool"}
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: nothing is kept to go back to
 _NO_MARKS = bytes(b for b in range(256) if b not in b"[]{},")
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _RANGED = re.compile(r"[a-zA-Z]+(\d{1,5})?")
@@ -265,7 +266,7 @@ def _json(members: Members, name: str) -> Any:
 
 def _shape(text: bytes) -> tuple[int, int]:
     """Return how deep objects and lists nest in JSON, and how many parts it has."""
-    marks = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text).translate(None, _NO_MARKS)
+    marks = _STRING.sub(b"", text).translate(None, _NO_MARKS)
     deep = itertools.accumulate(_STEPS.get(mark, 0) for mark in marks)
     return (max(deep, default=0) if len(marks) <= PARTS else 0), len(marks)
 
