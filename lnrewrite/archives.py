@@ -6,11 +6,13 @@ same members for Python and for torch). What torch writes and where it says so, 
 - members: torch/csrc/export/pt2_archive_constants.h; torch/export/pt2_archive/_package.py `_package_exported_programs`,
   `_package_state_dict`, `_package_constants`, `_package_extra_files`; `.data/` and byteorder by `PyTorchStreamWriter`
   (caffe2/serialize/inline_container.cc). Also written there, and not allowed: AOTInductor's code, ExecuTorch's files,
-  custom and opaque objects; the two last are unpickled by `_load_constants`, whatever weights_only says.
-- JSON: torch/_export/serde/schema.py; read in torch/_export/serde/serialize.py, which evaluates `expr_str`
-  (`_parse_sym_expr`), looks up `target` (`deserialize_operator`), counts up to the number of an unbacked symbol; and
-  in torch/utils/_pytree.py, which imports modules for `__enum__` and for a defaultdict's factory.
-- guards: executed by torch/export/_unlift.py.
+  custom objects and (from 2.13) opaque ones; `_load_constants` unpickles the two last, whatever weights_only says.
+- JSON: torch/_export/serde/schema.py (8.17 in 2.11, 8.20 from 2.12); read in torch/_export/serde/serialize.py, which
+  evaluates `expr_str` (`_parse_sym_expr`), looks up `target` attribute by attribute (`deserialize_operator`; from 2.13
+  `deserialize_node` takes any callable), counts up to the number of an unbacked symbol; and in torch/utils/_pytree.py,
+  which imports modules for `__enum__` and for a defaultdict's factory. From 2.13 `handle_call_function` also writes the
+  functions of vmap and jvp (torch/_functorch/predispatch.py), which outlive a call and are not allowed.
+- guards, and the keys of example inputs: torch/export/_unlift.py `_convert_guards_code_to_fn` executes both.
 
 A hazard is what --trust-pickle may allow. What torch does not write, what is larger than the file, and what is too much
 work is damage, trusted or not.
@@ -27,7 +29,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from .formulas import Forbidden, check_guard, check_size
-from .pickles import unsafe_names
+from .pickles import PLAIN, unsafe_names
 from .zips import Damaged, Members
 
 _MODEL = r"[\w][\w. -]{0,99}"
@@ -47,18 +49,20 @@ _OF_MODEL = ("_config.json", ".pt")
 _PAYLOADS = {"data/weights/": re.compile(r"weight_\d{1,7}"), "data/constants/": re.compile(r"tensor_\d{1,7}")}
 
 _NAMESPACES = "aten|prims|quantized|quantized_decomposed|torchvision|torchaudio|lnrewrite"
-_REFUSED = r"save|from_file|warn|_print|manual_seed|set_grad_enabled|_cufft\w*|__init__|__new__|__call__"
-# files, the terminal, what outlives a call, Python's own
+_REFUSED = (  # files, the terminal, what outlives a call, Python's own; `__and__` and the like are operators
+    r"save|from_file|warn|_print|manual_seed|set_grad_enabled|_cufft\w*|name|_dir|__(?!i?(and|x?or|[lr]shift)__)\w+"
+)
+_OVERLOAD = r"(?!(_|op\b|op_overloads\b|overloads\b))\w+"
+"""The name of an overload, and not of what else torch/_ops.py keeps beside the overloads."""
 _HIGHER = (
     "cond|while_loop|scan|associative_scan|map|map_impl|wrap_with_set_grad_enabled|wrap_with_autocast|invoke_subgraph"
     "|auto_functionalized|auto_functionalized_v2|out_dtype|flex_attention|tag_activation_checkpoint|hints_wrapper"
 )
 _SYMBOLIC = "getitem|eq|ne|le|ge|lt|gt|neg|pos|abs|mul|add|sub|floordiv|mod|pow|truediv|and_|or_|not_|lshift|rshift|xor"
 _OPERATOR = re.compile(
-    rf"torch\.ops\.({_NAMESPACES})\.(?!({_REFUSED})\b)\w+\.(?!__)\w+|torch\.ops\.higher_order\.({_HIGHER})"
+    rf"torch\.ops\.({_NAMESPACES})\.(?!({_REFUSED})\b)\w+\.{_OVERLOAD}|torch\.ops\.higher_order\.({_HIGHER})"
     rf"|torch\._?sym_(?!_)\w+|_operator\.({_SYMBOLIC})|math\.(trunc|floor|ceil|sqrt)"
 )
-_WORD = re.compile(r"[\w .#:/*-]*")
 _FACTORIES = {"dict", "list", "set", "tuple", "int", "float", "str", "bool"}
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: nothing is kept to go back to
 _NO_MARKS = bytes(b for b in range(256) if b not in b"[]{},")
@@ -107,7 +111,7 @@ def _hazards(members: Members) -> Iterator[str]:
             yield from _payload_hazards(members, config)
         if members.size(inputs):
             with members.open(inputs) as given:
-                yield from unsafe_names(given)
+                yield from unsafe_names(given, plain=True)
         yield from _model_hazards(_json(members, f"models/{model}.json"))
 
 
@@ -220,7 +224,7 @@ def _formula_hazards(text: str, guard: bool, formulas: set[str]) -> Iterator[str
 
 
 def _word_hazards(text: str) -> Iterator[str]:
-    if not _WORD.fullmatch(text):
+    if not PLAIN.fullmatch(text):
         yield f"the name {text[:60]!r}"
 
 
@@ -236,7 +240,7 @@ def _tree_hazards(spec: Any) -> Iterator[str]:
         node = nodes.pop()
         nodes += node["children_spec"]
         context = node["context"]
-        if isinstance(context, str) and not _WORD.fullmatch(context):
+        if isinstance(context, str) and not PLAIN.fullmatch(context):
             context = _parsed(context.encode(), "context", SPEC_PARTS)
         yield from _context_hazards(node["type"] or "")
         yield from _context_hazards(context)

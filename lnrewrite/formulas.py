@@ -3,7 +3,12 @@
 What is allowed is listed here and nothing else; a formula is also weighed before it is computed: the bits of its
 largest number and its terms once multiplied out stay small. A size is what `sympy.srepr` writes (`Add(Symbol('s0'),
 Integer(1))`, torch/_export/serde/serialize.py `_print_sympy`) or the same as arithmetic (`s0 + 1`); a guard is Python
-over inputs (`L['x'].size()[0] >= 2`, torch/export/_unlift.py `_convert_guards_code_to_fn`).
+over inputs (`L['x'].size()[0] >= 2`, torch/export/_unlift.py `_convert_guards_code_to_fn`), printed by
+`ShapeGuardPythonPrinter` (torch/fx/experimental/symbolic_shapes.py, torch/utils/_sympy/printers.py).
+
+Limits hold for the release that does the most work: torch 2.11 and 2.12 compute `2**shift` of a RShift and the
+polynomial divisor of sums of any width (torch/utils/_sympy/functions.py). A guard also stands in a string in double
+quotes, from 2.14 on as it is where it is nested too deep to print; so no formula has double quotes, `#` or a backslash.
 """
 
 from __future__ import annotations
@@ -12,18 +17,20 @@ import ast
 import re
 from dataclasses import dataclass
 
-LENGTH, NODES, BITS, TERMS, EXPONENT, EXTREMES = 20_000, 2_000, 4_096, 256, 64, 8
-"""Limits of one formula: letters, parts, bits of its largest number, terms once multiplied out, a power's exponent, and
-how many Max and Min (or values of one) a size has: sympy compares each with each."""
+LENGTH, NODES, BITS, TERMS, EXPONENT, EXTREMES, DIVIDED = 20_000, 2_000, 4_096, 256, 64, 8, 20
+"""Limits of one formula: letters, parts, bits of its largest number, terms once multiplied out, a power's exponent,
+how many Max and Min (or values of one) a size has, for sympy compares each with each, and the terms of a dividend or
+divisor of a size."""
 
 _SUMS, _PRODUCTS = {"Add"}, {"Mul"}
-_POWERS = {"Pow", "PowByNatural", "FloatPow", "LShift"}
+_POWERS = {"Pow", "PowByNatural", "FloatPow", "LShift", "RShift"}
+_DIVISIONS = {"FloorDiv", "CleanDiv", "CeilDiv", "IntTrueDiv", "FloatTrueDiv", "Mod", "PythonMod", "ModularIndexing"}
 _OTHERS = re.compile(
-    "Integer|Rational|Tuple|Max|Min|Abs|Mod|PythonMod|FloorDiv|CleanDiv|CeilDiv|IntTrueDiv|FloatTrueDiv|RShift"
+    "Integer|Rational|Tuple|Max|Min|Abs|Mod|PythonMod|FloorDiv|CleanDiv|CeilDiv|IntTrueDiv|FloatTrueDiv"
     "|ModularIndexing|CeilToInt|FloorToInt|TruncToInt|TruncToFloat|RoundToInt|RoundDecimal|ToFloat|Identity|Where"
     "|Piecewise|ExprCondPair|IsNonOverlappingAndDenseIndicator|And|Or|Not|Eq|Ne|Ge|Gt|Le|Lt|Equality|Unequality"
-    "|GreaterThan|StrictGreaterThan|LessThan|StrictLessThan|floor|ceiling|sqrt|log|min|max|abs|int|float|ceil|trunc"
-    "|OpaqueUnaryFn_[a-z0-9]{1,20}"
+    "|GreaterThan|StrictGreaterThan|LessThan|StrictLessThan|floor|ceiling|sqrt|log|min|max|abs|int|float|ceil|trunc|round"
+    "|OpaqueUnaryFn_[a-z0-9]{1,20}|BitwiseFn_bitwise_(and|or|xor)"
 )
 _ASSUMPTIONS = {"positive", "nonnegative", "negative", "integer", "real", "finite", "zero", "nonzero", "evaluate"}
 _CONSTANTS = {"true", "false", "oo", "inf", "int_oo", "nan"}
@@ -31,7 +38,9 @@ _SYMBOL = re.compile(r"[a-z]{1,4}\d{1,6}")
 _WORD = re.compile(r"[\w.:/ -]{1,200}")
 _NUMBER = re.compile(r"-?\d{1,40}(\.\d{0,40})?(e[+-]?\d{1,3})?")
 _OF_TENSOR = {"size", "stride", "storage_offset", "shape", "ndim", "dtype"}
-_OF_MATH = {"floor", "ceil", "trunc", "sqrt", "isnan", "inf"}
+_FUNCTIONS = re.compile(
+    r"math\.(floor|ceil|trunc|sqrt|isnan|a?(cos|sin|tan)|(cos|sin|tan)h|log2)|torch\.(sym_(float|max|min)|_sym_sqrt)"
+)
 _ADDED = (ast.Add, ast.Sub)
 _DIVIDED = (ast.Div, ast.FloorDiv, ast.Mod, ast.RShift, ast.BitAnd, ast.BitOr)
 _COMPARED = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Is, ast.IsNot)
@@ -74,7 +83,7 @@ def _check(text: str, guard: bool) -> None:
 
 
 def _parsed(text: str) -> ast.expr:
-    if len(text) > LENGTH or not text.isascii() or not text.isprintable():
+    if len(text) > LENGTH or not text.isascii() or not text.isprintable() or {*'"#\\'} & {*text}:
         raise Forbidden("too long, or not plain text")
     try:
         tree = ast.parse(text, mode="eval").body
@@ -107,6 +116,8 @@ def _weigh(node: ast.expr, guard: bool) -> _Weight:
             return _weigh(operand, guard)
         case ast.BinOp(left=left, op=ast.Pow() | ast.LShift(), right=right):
             return _power(left, right, guard)
+        case ast.BinOp(left=left, op=ast.BitXor(), right=right) if guard:  # in a size, sympy reads a power
+            return _joined(None, [_weigh(left, guard), _weigh(right, guard)])
         case ast.BinOp(left=left, op=op, right=right):
             return _joined(op, [_weigh(left, guard), _weigh(right, guard)])
         case ast.BoolOp(values=values):
@@ -122,9 +133,10 @@ def _weigh(node: ast.expr, guard: bool) -> _Weight:
     if guard and _is_of_input(node):
         return _Weight()
     match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="math"), attr=name), args=args, keywords=[]) if guard:
-            return _joined(None, [_weigh(v, guard) for v in args]) if name in _OF_MATH else _forbid(node)
-        case ast.Attribute(value=ast.Name(id="math"), attr="inf") if guard:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=args, keywords=[]) if guard:
+            known = _FUNCTIONS.fullmatch(f"{owner}.{name}")
+            return _joined(None, [_weigh(v, guard) for v in args]) if known else _forbid(node)
+        case ast.Attribute(value=ast.Name(id="math"), attr="inf" | "nan") if guard:
             return _Weight()
     return _forbid(node)
 
@@ -195,6 +207,8 @@ def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], guard: b
     if name in _POWERS and len(args) == 2:
         return _power(args[0], args[1], guard)
     parts = [_weigh(a, guard) for a in args]
+    if name in _DIVISIONS and any(part.terms > DIVIDED for part in parts):
+        raise Forbidden("too wide a division")
     if name in _SUMS | _PRODUCTS:
         return _joined(ast.Add() if name in _SUMS else ast.Mult(), parts)
     if _OTHERS.fullmatch(name):

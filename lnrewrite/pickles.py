@@ -1,8 +1,10 @@
 """Read what a pickle would import, without running it.
 
 A pickle is a program: its GLOBAL operations import names and its REDUCE operations call them. Reading the operations
-runs nothing. `torch.load(weights_only=True)` allows a short list of names that only build tensors; every other name is
-reported, so that a user knows what --trust-pickle would run.
+runs nothing. `torch.load(weights_only=True)` allows a short list of names that only build tensors
+(torch/_weights_only_unpickler.py `_get_allowed_globals`); every other name is reported, so that a user knows what
+--trust-pickle would run. Reported too are sparse and nested tensors, which tell where in memory to read: torch checks
+the former only from 2.14 on (torch/serialization.py `_load`), and 2.15 allows the latter no more.
 """
 
 from __future__ import annotations
@@ -19,19 +21,24 @@ from .zips import Members
 
 LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 LEGACY_PICKLES = 5  # magic, protocol, system, object, storage keys; raw storages follow
+PLAIN = re.compile(r"[\w .#:/*-]*")
+"""A name that torch may write into code: it ends no string and calls nothing."""
 
 _STRINGS = {"STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _SAVED = re.compile(r"data\.pkl|version|byteorder|\.format_version|\.storage_alignment|\.data/\w+|data/\d+")
+_UNCHECKED = re.compile(r"torch\._utils\._rebuild_(sparse|nested)_tensor|torch\.sparse\..+")
 _OPERATIONS = 10_000_000  # of one pickle; weights and an optimizer's state take some ten for each tensor
 _PICKLE_LIMIT = 64 * 2**20  # bytes
 _UNREADABLE = "a name computed at run time"
 
 
-def pickled_names(stream: IO[bytes]) -> set[str]:
+def pickled_names(stream: IO[bytes], texts: set[str] | None = None) -> set[str]:
     """Collect every `module.name` that the pickle at `stream`'s position imports; leave `stream` behind its end.
 
-    A name that is not written out literally is reported as such. Raises Damaged when the pickle is cut off.
+    A name that is not written out literally is reported as such. All strings are added to `texts`. Raises Damaged when
+    the pickle is cut off.
     """
+    texts = set() if texts is None else texts
     names: set[str] = set()
     memo: dict[int, str | None] = {}
     pushed: deque[str | None] = deque([None, None], 2)  # what the last two pushed, None where it is no string
@@ -49,7 +56,8 @@ def pickled_names(stream: IO[bytes]) -> set[str]:
             if op.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
                 memo[len(memo) if op.name == "MEMOIZE" else int(str(arg))] = pushed[-1]
             elif op.name in _STRINGS:
-                pushed.append(arg.decode("latin-1") if isinstance(arg, bytes) else str(arg))
+                texts.add(text := arg.decode("latin-1") if isinstance(arg, bytes) else str(arg))
+                pushed.append(text)
             elif op.name in ("GET", "BINGET", "LONG_BINGET"):
                 pushed.append(memo.get(int(str(arg))))
             elif op.name not in ("PROTO", "FRAME"):
@@ -59,25 +67,35 @@ def pickled_names(stream: IO[bytes]) -> set[str]:
     return names
 
 
-def unsafe_names(stream: IO[bytes]) -> tuple[str, ...]:
+def unsafe_names(stream: IO[bytes], plain: bool = False) -> tuple[str, ...]:
     """List, sorted, what a torch.save file (zip or legacy) or a plain pickle imports beyond what builds tensors.
 
-    Empty means that `torch.load(weights_only=True)` imports nothing that it does not allow. Raises Damaged.
+    Empty means that `torch.load(weights_only=True)` imports nothing that it does not allow. `plain` lists also what
+    could put quotes into code: strings that are no plain words, and encoding, which makes bytes of plain words. Raises
+    Damaged.
     """
     start = stream.read(len(LEGACY_MAGIC))
     stream.seek(0)
     names: set[str] = set()
+    texts: set[str] = set()
     if start.startswith(b"PK"):
         members = Members(stream)
         if strange := [name for name in members.names() if not _SAVED.fullmatch(name)]:
             raise Damaged(f"it holds {strange[0][:80]!r}, which torch.save does not write")
         if "data.pkl" not in members.names():
             raise Damaged("it holds no data.pkl")
-        names |= pickled_names(io.BytesIO(members.read("data.pkl", _PICKLE_LIMIT)))
+        names |= pickled_names(io.BytesIO(members.read("data.pkl", _PICKLE_LIMIT)), texts)
     else:
-        for _ in range(LEGACY_PICKLES if start == LEGACY_MAGIC else 1):
-            names |= pickled_names(stream)
-    return tuple(sorted(names - _allowed()))
+        for _ in range(LEGACY_PICKLES):  # a plain pickle is one; torch knows the number by value, however it is pickled
+            names |= pickled_names(stream, texts)
+            if not stream.read(1):
+                break
+            stream.seek(-1, io.SEEK_CUR)
+    unsafe = names - _allowed()
+    if plain:
+        unsafe |= {f"the text {text[:60]!r}" for text in texts if not PLAIN.fullmatch(text)}
+        unsafe |= names & {"_codecs.encode"}
+    return tuple(sorted(unsafe))
 
 
 def _modern(module: str, name: str) -> str:
@@ -87,7 +105,7 @@ def _modern(module: str, name: str) -> str:
 
 
 def _allowed() -> frozenset[str]:
-    """Return the names that `torch.load(weights_only=True)` allows by default."""
+    """Return the names that `torch.load(weights_only=True)` allows by default, and that are safe in every release."""
     from torch._weights_only_unpickler import _get_allowed_globals
 
-    return frozenset(_get_allowed_globals())
+    return frozenset(name for name in _get_allowed_globals() if not _UNCHECKED.fullmatch(name))

@@ -30,6 +30,7 @@ from lnrewrite.diagnostics import LnrewriteError, Untrusted
 from lnrewrite.forms import identify
 from lnrewrite.formulas import Forbidden, check_guard, check_size
 from lnrewrite.open import open_module
+from lnrewrite.pickles import LEGACY_MAGIC, unsafe_names
 from lnrewrite.quiet import LOGGER, quiet
 from tiers import rows
 
@@ -131,6 +132,21 @@ def test_all_that_torch_writes_is_allowed(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("root", ["m/", "a long name, with ünïcode.v2/"])
 def test_the_file_as_it_is_opens_under_any_name(content: Content, watched: Path, root: str) -> None:
     assert told(packed(content | {"extra/a/b.txt": b"kept"}, root)) is None
+
+
+class Bits(nn.Module):
+    """A network of the operators whose names begin with underscores."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x &= 7
+        return (x & 6 | x ^ 1) << 2 >> 1
+
+
+def test_operators_that_are_named_like_pythons_own_are_allowed(tmp_path: Path) -> None:
+    program = torch.export.export(Bits(), (torch.ones(3, dtype=torch.long),))
+    assert any("__rshift__" in str(node.target) for node in program.graph.nodes)
+    torch.export.save(program, tmp_path / "m.pt2")
+    assert identify(str(tmp_path / "m.pt2")).unsafe == ()
 
 
 # ---- members ----
@@ -238,6 +254,46 @@ def test_weights_bombs_are_not_unpacked(watched: Path) -> None:
     assert told(packed(content), "LN013")
 
 
+SAMPLES = "data/sample_inputs/model.pt"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        '"+str(__import__("os").mkdir("sign"))+"',  # torch writes the keys into a string of the code that checks inputs
+        "it's",
+        "a\\",
+        "\n",
+        b"k",  # made by _codecs.encode, which finds quotes in plain words
+    ],
+)
+def test_keys_of_example_inputs_are_plain(content: Content, watched: Path, key: str | bytes) -> None:
+    buffer = io.BytesIO()
+    torch.save(((), {"x": {key: torch.ones(2, 3, 4)}, "y": torch.ones(2)}), buffer)
+    assert told(packed(content | {SAMPLES: buffer.getvalue()}), "LN012")
+
+
+def test_tensors_that_tell_where_in_memory_to_read_need_trust(tmp_path: Path) -> None:
+    """Not every release of torch checks them, even where only weights may be loaded."""
+    far = torch.sparse_coo_tensor([[10**6]], [1.0], (4,), check_invariants=False)
+    with pytest.warns(UserWarning, match="nested"):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for number, weight in enumerate((far, nested)):
+        path = tmp_path / f"{number}.pt"
+        torch.save({"weight": weight}, path)
+        assert any("_rebuild_" in what for what in identify(str(path)).unsafe)
+
+
+def test_every_pickle_of_torchs_older_format_is_read() -> None:
+    """Torch compares the number that the format starts with, and not the bytes that it is pickled as."""
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.ones(2), "trap": Trap()}, buffer, _use_new_zipfile_serialization=False)
+    held = buffer.getvalue()
+    assert held.startswith(LEGACY_MAGIC)
+    number = pickle.dumps(pickle.loads(held), protocol=0)
+    assert unsafe_names(io.BytesIO(number + held[len(LEGACY_MAGIC) :])) == (f"{os.mkdir.__module__}.mkdir",)
+
+
 # ---- JSON ----
 
 _META = [
@@ -291,6 +347,12 @@ def test_a_number_repeated_without_end_is_damage(content: Content, watched: Path
         "_operator.__class__",
         "math.__loader__",
         "torch.sym_not.__globals__",
+        "torch.ops.aten.__dict__.clear",
+        "torch.ops.aten.__class__.mro",
+        "torch.ops.aten._dir.append",
+        "torch.ops.aten.name.zfill",
+        "torch.ops.aten.add._op",
+        "torch.ops.aten.add.overloads",
         "#executorch:x",
     ],
 )
@@ -448,6 +510,9 @@ def test_torchs_logs_are_kept_unless_asked_for(name: str, monkeypatch: pytest.Mo
         "PowByNatural(Integer(2), Symbol('s0'))",
         "Mul(Float('0.5', precision=53), ToFloat(Symbol('s0')))",
         "And(GreaterThan(Symbol('s0'), Integer(1)), Or(Eq(Symbol('s0'), Integer(2)), true))",
+        "RShift(Symbol('s0'), Integer(3))",
+        "BitwiseFn_bitwise_and(Symbol('s0'), Integer(7))",
+        "FloorDiv(Add(" + ", ".join(f"Symbol('s{n}')" for n in range(20)) + "), Integer(4))",
         "s0//2 + 1",
         "-(s0 % 8)**2",
     ],
@@ -465,6 +530,10 @@ def test_sizes_that_torch_writes_are_allowed(text: str) -> None:
         "Pow(Pow(Pow(Integer(9), Integer(64)), Integer(64)), Integer(64))",
         "LShift(Integer(1), Integer(10000000000))",
         "1 << 10000000000",
+        "RShift(Integer(1), Integer(10000000000))",
+        "FloorDiv(Add(" + ", ".join(f"Symbol('s{n}')" for n in range(60)) + "), Add(Symbol('s0'), Symbol('s1')))",
+        'Symbol("s0")',
+        "s0 ^ 99",
         "Pow(Add(Symbol('s0'), Symbol('s1'), Symbol('s2')), Integer(60))",
         "Float('1', precision=999999999)",
         "Float('1e999999999')",
@@ -501,6 +570,9 @@ def test_sizes_that_run_or_never_end_are_refused(text: str) -> None:
         "L['mode'] == 'floor'",
         "math.floor(L['x'].size()[0] / 2) == max(1, L['y'].size()[0])",
         "L['x'].size()[0] <= inf",
+        "torch.sym_max(L['x'].size()[0], torch.sym_min(L['x'].size()[1], 3)) > 5",
+        "torch._sym_sqrt(torch.sym_float(L['x'].size()[0])) > math.log2(3) and round(L['x'].size()[0] / 3) != math.nan",
+        "L['x'].size()[0] ^ 7 < 2",
     ],
 )
 def test_guards_that_torch_writes_are_allowed(text: str) -> None:
@@ -521,6 +593,12 @@ def test_guards_that_torch_writes_are_allowed(text: str) -> None:
         "9**9**9**L['x'].size()[0]",
         "(y := 1)",
         "L['x'] @ L['x']",
+        'L["x"].size()[0] >= 2',
+        "L['x'].size()[0] >= 2 # note",
+        "L['\\x78'].size()[0] >= 2",
+        "torch.load('a')",
+        "torch.sym_float.__globals__",
+        "math.sym_float(2)",
     ],
 )
 def test_guards_that_run_are_refused(text: str) -> None:
