@@ -221,7 +221,7 @@ def _folder(model: str, folder: Path) -> Form:
 
 
 def _check_inside(model: str, folder: Path, roots: list[Path]) -> None:
-    """Raise LN028 for a file of the folder, or a shard of its index, that leads out; LN015 for a missing shard."""
+    """Raise LN028 for what leads out of the folder, or is a pipe in it; LN015 for a missing shard of its index."""
     shards = []
     for index in folder.glob("*.index.json"):
         try:
@@ -232,8 +232,11 @@ def _check_inside(model: str, folder: Path, roots: list[Path]) -> None:
             raise damaged(model, f"{index.name} cannot be read: it maps no weights to files")
         shards += [folder / name for name in sorted(set(weights.values()))]
     for file in [*sorted(folder.iterdir()), *shards]:
-        if why := astray(file, roots):
-            raise LnrewriteError("LN028", f"model {model!r}", f"{file.name} {why}", "copy the file into the folder")
+        why, remedy = astray(file, roots), "copy the file into the folder"
+        if not why and file.exists() and not file.is_file() and not file.is_dir():  # to open it may take for ever
+            why, remedy = "is no plain file", "take it out of the folder"
+        if why:
+            raise LnrewriteError("LN028", f"model {model!r}", f"{file.name} {why}", remedy)
     if missing := [file.name for file in shards if not file.is_file()]:
         raise damaged(model, f"the shards {listed(missing)} are missing")
 

@@ -75,7 +75,7 @@ def config_cases() -> Iterator[Case]:
     }  # fmt: skip
     loose = {"dtype null", "a name elsewhere", "labels of 10^6", "_lnrewrite a list", "auto_map null", "a tie of text", "a base model elsewhere", "experts' kernels", "text_config of itself",
              "architectures {}", "architectures a text", "architectures of another class", "architectures of a module", "our record, of code", "attention of code", "attention of a repository", "a class of names", "from_pretrained null",
-             "rope of nothing", "architectures [null]", "architectures of numbers", "a pad id beyond", "quantization a list", "torch_dtype of code"}  # fmt: skip
+             "rope of nothing", "architectures [null]", "architectures of numbers", "a pad id beyond", "quantization a list", "quantization of code", "torch_dtype of code"}  # fmt: skip
     for name, value in values.items():
         yield folder(name, config(**value), (0, 1) if name in loose else (1,))
     whole = {"deep": b'{"a":' * 100_000, "a list": b"[]", "null": b"null", "empty": b"", "no JSON": b"\x1b[31m", "no UTF-8": b'{"\xff": 1}', "NUL": b"\0" * 100, "200 MB": b" " * (200 << 20),

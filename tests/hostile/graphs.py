@@ -211,7 +211,7 @@ def bomb_cases() -> Iterator[Case]:
     yield onnx("10^5 products in a row", lambda m, p: long(m, p, "Relu"), (0, 1))
     for power in (29, 33, 40):
         yield onnx(f"a constant of 2^{power} numbers", lambda m, p, n=power: constant(m, p, [1 << n]), (0, 1))  # type: ignore[misc]
-    yield onnx("a constant of 2^31 numbers", lambda m, p: constant(m, p, [1 << 31]))
+    yield onnx("a constant of 2^31 numbers", lambda m, p: constant(m, p, [1 << 31]), (0, 1))
     yield onnx("a constant of negative size", lambda m, p: constant(m, p, [-4]))
     for depth in (30, 100, 1000):
         yield onnx(f"graphs {depth} deep", lambda m, p, d=depth: nested(m, p, d), (0, 1) if depth == 30 else (1,))  # type: ignore[misc]
