@@ -229,7 +229,10 @@ class _Detector:
             for branch, _ in join.branches:
                 region = {o.name for o in graph.between(join.root, branch)}
                 end = self.exit(join.root, branch)
-                last = scales_.back(graph, end.source if end else branch, axis, "", self.norms)
+                before = self.followed(branch, axis, end.source) if end else axis
+                if before is None:
+                    continue
+                last = scales_.back(graph, end.source if end else branch, before, "", self.norms)
                 if writers(graph, last.value, last.axis, region).linears:
                     return axis
         return None
