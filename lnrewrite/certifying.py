@@ -16,8 +16,8 @@ import numpy as np
 from .diagnostics import LnrewriteError
 from .pipeline import Batch, Samples, gain_of
 from .plan import Affine, Edit, FoldReader, Number, Operation, Proposal, Refusal, ScaleWriter, SetNorm, Value, Vectors
-from .sounding import Provable, sound
-from .stream import Barrier, Block, Kind, Linear, Network, Side, Site, Stream, Where, site_name, sums
+from .sounding import Edits, Provable, sound
+from .stream import Barrier, Block, Kind, Linear, Network, Norm, Side, Site, Stream, Where, site_name, sums
 
 CONTRADICTED = "what a trial run contradicts"
 """What stands, as a barrier or a tap, where a claim of the picture was tried and does not hold."""
@@ -62,7 +62,8 @@ def certify(program: Certifiable, seed: int = 0) -> Network | None:
     tried = [(s, Trials(s, program, seed)) for s in network.streams]
     trials = [(s, t.vectors, list(t.all())) for s, t in tried]
     wanted = [(s, Proposal(tuple(t.edit for t in found), vectors=v)) for s, v, found in trials if found]
-    held = {id(edit) for _, p in sound(program, wanted, "certify", evidence)[0] for edit in p.edits}
+    kept = [p for together in disjoint(wanted) for _, p in sound(program, together, "certify", evidence)[0]]
+    held = {id(edit) for p in kept for edit in p.edits}
     wrong = {(t.of, t.side) for _, _, found in trials for t in found if id(t.edit) not in held}
     wrong |= {(name, Side.ADDED) for name in _wrong_sums(program, seed)}
     if not wrong:
@@ -72,6 +73,28 @@ def certify(program: Certifiable, seed: int = 0) -> Network | None:
     told = tuple(Refusal("LN208", of, why.format(edge), remedy) for of, edge in rows)
     streams = tuple(_corrected(s, wrong) for s in network.streams)
     return replace(network, streams=streams, refusals=(*network.refusals, *told))
+
+
+def disjoint(wanted: Edits) -> list[list[tuple[Stream, Proposal]]]:
+    """Put the trials of streams that share a parameter apart: together they might not hold where each does."""
+    found: list[tuple[set[str], list[tuple[Stream, Proposal]]]] = []
+    for stream, proposal in wanted:
+        used = {name for edit in proposal.edits for operation in edit.operations for name in edited(operation)}
+        place = next((row for row in found if not row[0] & used), None)
+        if place is None:
+            found.append(place := (set(), []))
+        place[0].update(used)
+        place[1].append((stream, proposal))
+    return [together for _, together in found]
+
+
+def edited(operation: Operation) -> Iterator[str]:
+    """Yield the parameters that an operation writes anew."""
+    match operation:
+        case FoldReader(reader=linear) | ScaleWriter(writer=linear):
+            yield linear.param
+        case SetNorm(norm=Norm(gamma=str() as gamma)):
+            yield gamma
 
 
 EDGES: dict[Side | None, str] = {
