@@ -280,7 +280,7 @@ class _Detector:
             barriers.append(Barrier(Side.ENDS, graph[outer.value].kind))
         made, taken = (leave.source, leave.members) if leave else (branch, {add})
         if aside := sorted(set(graph.users[made]) - taken):
-            barriers.append(Barrier(Side.WRITTEN, "an output" if aside[0] == "output" else graph[aside[0]].kind))
+            barriers.append(Barrier(Side.WRITTEN, self.kind(aside[0])))
         kind = branch_kind(graph, join.root, branch)
         done = ends.path | {o.name for o in graph.between(inside.value, branch)} | self.inside.keys()
         early = {o for o in region for f in entries if graph.reaches(o, f.source)}
@@ -292,6 +292,10 @@ class _Detector:
         arms = tuple(map(self.arm, find_arms(graph, region, self.inside)))
         block = Block(path, kind, tuple(sites), reads, writes, group, skip.number, scales, arms=arms, anchor=anchor)
         return replace(block, barriers=tuple(barriers))
+
+    def kind(self, name: str) -> str:
+        """Return what an operator is, for a barrier."""
+        return "an output" if name == "output" else "a norm" if name in self.inside else self.graph[name].kind
 
     def parameters_of(self, name: str) -> set[str]:
         """Return the weights of a linear op, straight or through constant ops such as a split or a transpose."""
@@ -309,11 +313,10 @@ class _Detector:
     ) -> list[Barrier]:
         """Return what stands between a branch's linears, or its norms, and the trunk."""
         found = []
-        if others := [o for e in edges for o in e.others if o not in self.inside]:
-            found.append(Barrier(Side.READ, self.graph[others[0]].kind))
-        if behind := [o for o in ends.others if o not in self.inside]:
-            op = "an output" if behind[0] == "output" else self.graph[behind[0]].kind
-            found.append(Barrier(Side.WRITTEN, op))
+        if others := [o for e in edges for o in e.others]:
+            found.append(Barrier(Side.READ, self.kind(others[0])))
+        if ends.others:
+            found.append(Barrier(Side.WRITTEN, self.kind(ends.others[0])))
         heads = {f.output for f in entries}
         users = (self.graph[u] for u in self.graph.users[join.root] if u in region and self.inside.get(u) not in heads)
         raw = [op.kind for op in users if op.kind not in SHAPE | CASTS]
