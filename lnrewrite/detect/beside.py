@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from ..opgraph import CASTS, SHAPE, OpGraph
-from ..stream import Barrier, Linear, Scale, Side
+from ..stream import Barrier, Block, Linear, Scale, Side, Where
 from .edges import moved, writers
 from .joins import Join, scaled
 from .scales import factor
@@ -79,3 +80,13 @@ def counted(graph: OpGraph, linear: Linear, path: Container[str]) -> Linear:
 
 def _reached(graph: OpGraph, name: str, path: Container[str]) -> int:
     return sum(_reached(graph, user, path) if user in path else 1 for user in graph.users[name])
+
+
+def told_apart(blocks: list[Block]) -> list[Block]:
+    """Count a bare reader once for each block that it begins: an edit for one of them would be one for all."""
+    begun = Counter(linear.node for block in blocks for linear in block.readers)
+
+    def known(linear: Linear) -> Linear:
+        return replace(linear, uses=max(linear.uses, begun[linear.node]))
+
+    return [b if b.at(Where.IN) else replace(b, readers=tuple(map(known, b.readers))) for b in blocks]

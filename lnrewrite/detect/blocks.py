@@ -15,7 +15,7 @@ from ..opgraph import CASTS, SHAPE, OpGraph
 from ..stream import Anchor, Arm, Barrier, Block, Kind, Linear, Network, Scale, Side, Site, Stream, Where
 from . import scales as scales_
 from .arms import find_arms
-from .beside import Added, added_to, counted, skip_of
+from .beside import Added, added_to, counted, skip_of, told_apart
 from .branches import branch_kind
 from .edges import Edge, computed, moved, readers, writers
 from .found import Found
@@ -127,6 +127,7 @@ class _Detector:
             blocks[head] = self.beside(blocks[head], added[group])
             if group + 1 < len(chain):
                 blocks[-1] = self.handed_on(blocks[-1], *chain[group + 1], axes[group + 1])
+        blocks = told_apart(blocks)
         first, last = chain[0], chain[-1]
         embedding = self.norms.get(first[1].norm or "")
         final = None if post[-1] else self.norm_after(last[0].total)
