@@ -33,7 +33,7 @@ def collect(network: Network, record: Record, batches: Sequence[Batch], seed: in
     """
     names = {b.name: _nodes(s, b, i) for s in network.streams for i, b in enumerate(s.blocks)}
     axes = {n: axis for nodes in names.values() for n, axis in nodes.values() if n}
-    width = max((s.width for s in network.streams), default=1)
+    width = max((s.width for s in network.streams), default=0) or 1  # 0: not known
     limit = max(64, BYTES // (8 * width * max(1, len(axes)) * len(batches)))
     parts: dict[str, list[Any]] = {n: [] for n in axes}
     for index, batch in enumerate(batches):

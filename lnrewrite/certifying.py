@@ -126,7 +126,7 @@ class Trials:
         """Return what writes a norm anew: with a gain that its readers take back, or reading more of its writers."""
         norm, index = site.norm, block.index(site) if block else 0
         width = site.width or self.stream.width
-        if not site.taps and not norm.computed and free(site.readers):
+        if width and not site.taps and not norm.computed and free(site.readers):
             by = self.powers(width)
             try:
                 gamma = self.vectors.add(gain_of(replace(norm, factor=1.0), self.program.values) * by)
@@ -140,6 +140,8 @@ class Trials:
 
     def bare(self, block: Block) -> Iterator[Trial]:
         """Yield the trials of what reads the stream without a norm, of what writes to it so, and of the arms."""
+        if not self.stream.width:
+            return
         by = self.powers(self.stream.width)
         there, back = self.vectors.add(by), self.vectors.add(1 / by)
         if not block.at(Where.IN) and not block.barrier(Side.READ) and free(block.readers):

@@ -62,6 +62,14 @@ def _reshape(op: Op, x: Any) -> Any:
     return np.reshape(x, shape)
 
 
+def _expand(op: Op, x: Any) -> Any:
+    """Repeat as recorded where all sizes are; others broadcast by themselves, and fewer rows may be tried."""
+    shape = [d for d in op.shape or () if isinstance(d, int)]
+    fits = len(shape) == len(op.shape or ()) >= np.ndim(x)
+    fits = fits and all(a in (1, b) for a, b in zip(np.shape(x)[::-1], shape[::-1], strict=False))
+    return np.broadcast_to(x, shape) if fits else x
+
+
 def _batch_norm(op: Op, x: Any, gain: Any, bias: Any, mean: Any, variance: Any) -> Any:
     """Normalise axis 1 by stored statistics."""
     shape = [1, -1] + [1] * (x.ndim - 2)
@@ -100,7 +108,7 @@ RUN: dict[str, Callable[..., Any]] = {
     "erf": lambda op, a: np.vectorize(erf, otypes=[np.float64])(a), "atan": lambda op, a: np.arctan(a),
     "softsign": lambda op, a: a / (1 + np.abs(a)), "clamp": _clamp,
     "clamp_min": lambda op, a, b: np.maximum(a, b), "maximum": lambda op, a, b: np.maximum(a, b),
-    "cast": lambda op, a: a, "expand": lambda op, a: a, "mean": _mean, "sum": _sum, "var": _var,
+    "cast": lambda op, a: a, "expand": _expand, "mean": _mean, "sum": _sum, "var": _var,
     "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,
     "sum_square": _sum_square, "reshape": _reshape, "slice": _slice, "batch_norm": _batch_norm,
     "matmul": lambda op, a, b, c=None: a @ b if c is None else a @ b + c, "mm": lambda op, a, b: a @ b,

@@ -236,7 +236,8 @@ class _Detector:
                 last = scales_.back(graph, end.source if end else branch, before, "", self.norms)
                 if writers(graph, last.value, last.axis, region).linears:
                     return axis
-        return None
+        after = self.norm_after(join.total)
+        return self.followed(after.source, after.axis, join.total) if after else None
 
     def followed(self, name: str, axis: int, start: str) -> int | None:
         """Return where an axis of a value is in what it was made from by shapes, casts and factors; None where lost."""
@@ -319,11 +320,20 @@ class _Detector:
         if ends.others:
             found.append(Barrier(Side.WRITTEN, self.kind(ends.others[0])))
         heads = {f.output for f in entries}
-        users = (self.graph[u] for u in self.graph.users[join.root] if u in region and self.inside.get(u) not in heads)
-        raw = [op.kind for op in users if op.kind not in SHAPE | CASTS]
+        raw = [self.kind(u) for u in self.behind(join.root, region) if self.inside.get(u) not in heads]
         turned = [f for f in entries if not found and self.followed(f.source, f.axis, join.root) is None]
         found += [Barrier(Side.READ, "what moves its channels")] if turned else []
         return [*found, *[Barrier(Side.RAW, kind) for kind in raw[:1] if entries]]
+
+    def behind(self, name: str, region: set[str]) -> list[str]:
+        """Return what reads a value in a region, straight or through shapes and casts."""
+        found, todo = [], [name]
+        while todo:
+            for user in self.graph.users[todo.pop()]:
+                if user in region:
+                    shape = user not in self.inside and self.graph[user].kind in SHAPE | CASTS
+                    (todo if shape else found).append(user)
+        return found
 
     def arm(self, arm: Arm) -> Arm:
         return replace(arm, makers=tuple(map(self.counted, arm.makers)), takers=tuple(map(self.counted, arm.takers)))
