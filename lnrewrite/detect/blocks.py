@@ -327,7 +327,7 @@ class _Detector:
 
     def behind(self, name: str, region: set[str]) -> list[str]:
         """Return what reads a value in a region, straight or through shapes and casts."""
-        found, todo = [], [name]
+        found, todo = list[str](), [name]
         while todo:
             for user in self.graph.users[todo.pop()]:
                 if user in region:
