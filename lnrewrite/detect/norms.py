@@ -81,7 +81,8 @@ def stacked(graph: OpGraph, norms: Mapping[str, Found]) -> dict[str, Found]:
             inside.add(value)
             value = graph[value].data[0]
         below = found.get(value)
-        if below and below.axis == norm.axis and set(graph.users[value]) <= inside:
+        written = below and below.norm.kind in {Kind.LAYER, Kind.RMS}  # an edit of the two writes both anew
+        if below and written and below.axis == norm.axis and set(graph.users[value]) <= inside:
             del found[value]
             whole = replace(norm.norm, over=below.norm)
             norm = replace(norm, norm=whole, source=below.source, members=below.members | inside)
