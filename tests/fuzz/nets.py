@@ -249,6 +249,17 @@ def inputs(net: Net, batch: int, length: int) -> tuple[Tensor, ...]:
     )
 
 
+def plain_but(seed: int, strange: dict[str, str]) -> dict[str, str]:
+    """Return the choices of a net in which these are as told and all others are plain."""
+    fixed: dict[str, str] = {}
+    while True:  # a choice may bring others
+        _, choices = build(seed, fixed)
+        more = choices.plain | {n: v for n, v in strange.items() if n in choices.made}
+        if more.items() <= fixed.items():
+            return fixed
+        fixed |= more
+
+
 def build(seed: int, fixed: dict[str, str] | None = None) -> tuple[Net, Choices]:
     """Return the net of a seed, in float64 and eval mode, and the choices that it is made of."""
     torch.manual_seed(seed)
