@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from .backends.capture import evaluating, quiet
 from .backends.captured import CapturedModule, takes
 from .backends.fixed import elsewhere, other_path
-from .diagnostics import LnrewriteError
+from .diagnostics import LnrewriteError, words
 from .opgraph import OpGraph
 from .pipeline import Batch, Samples
 from .stream import Block, Network, Stream, Where
@@ -72,7 +72,7 @@ def recorder(module: CapturedModule) -> Record:
         except (RuntimeError, IndexError, ValueError) as error:
             if path := other_path(error):
                 raise elsewhere("calibration data", path) from error
-            why = f"the model fails on it: {str(error).partition(chr(10))[0]}"
+            why = f"the model fails on it: {words(error).partition(chr(10))[0]}"
             raise LnrewriteError("LN022", "calibration data", why, "give data that the model takes") from error
         return interpreter.kept
 

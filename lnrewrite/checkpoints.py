@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .diagnostics import LnrewriteError, one_line
+from .diagnostics import LnrewriteError, one_line, told, words
 from .forms import Form, damaged, listed, not_a_model
 from .library import library
 from .weighing import weighed
@@ -125,9 +125,9 @@ def _load(
     except LnrewriteError:
         raise
     except Exception as error:  # safetensors, pickle, shape and file errors of three libraries
-        if "size mismatch" in str(error) or "mismatched" in str(error):
-            raise _misfit(form, one_line(str(error))) from error
-        raise damaged(form.name, f"transformers could not load it: {type(error).__name__}: {error}") from error
+        if "size mismatch" in words(error) or "mismatched" in words(error):
+            raise _misfit(form, one_line(words(error))) from error
+        raise damaged(form.name, f"transformers could not load it: {told(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise _misfit(form, f"{len(missing)} weights are missing from the checkpoint: {listed(missing)}")
     if unexpected := sorted(info["unexpected_keys"]):

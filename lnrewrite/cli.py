@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
-from .console import Group, show, working
+from .console import Group, remark, show, working
 from .diagnostics import LnrewriteError, UsageError, unknown
 from .healing.command import heal
 from .options import ACCEPT, OUT, SEED, check_data, check_paths, feed_of, opened, options, target_of, tell_name
@@ -130,7 +130,7 @@ def export(
         check_paths(model, program, accept)
         report = program.export(target, force=force, verify=not no_verify, progress=say, **wanted)
     if no_verify:
-        click.echo(f"warning: {target} was not verified: nothing shows that it computes what {model} does", err=True)
+        remark(f"warning: {target} was not verified: nothing shows that it computes what {model} does")
     if as_json:
         show(json.dumps(report.to_dict()))
     elif not quiet:
@@ -241,7 +241,7 @@ def passes(name: str | None, as_json: bool, quiet: bool, verbose: bool) -> None:
         except LnrewriteError as error:  # one broken plugin hides no other pass
             if name:
                 raise
-            click.echo(f"note: {error}", err=True)
+            remark(f"note: {error}")
     show(json.dumps({"passes": rows}) if as_json else one_pass(rows[0]) if name else catalogue(rows))
 
 
@@ -317,7 +317,7 @@ def _rewrite(
             say(f"writing {target}")
             result.program.save(target, force=force)
     if no_verify:
-        click.echo(f"warning: nothing shows that {target or 'the result'} computes what {model} does", err=True)
+        remark(f"warning: nothing shows that {target or 'the result'} computes what {model} does")
     tell_name(output, target)
     _tell(pipeline, report, "" if target else "\n\ndry run: nothing was written", as_json, quiet)
     return 3 if report.refusals and partial and not preset else 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from .diagnostics import LnrewriteError, Refused, Untrusted, UsageError, did_you_mean, one_line, unknown
+from .diagnostics import LnrewriteError, Refused, Untrusted, UsageError, did_you_mean, one_line, told, unknown, visible
 from .quiet import LOGGER
 
 INTERRUPTED = 130
@@ -31,32 +31,47 @@ class Interrupted(LnrewriteError):
 class Group(click.Group):
     """Run a command; turn every failure into one line on stderr, or with --json into one object on stdout."""
 
+    running = False
+
     def main(self, args: Any = None, prog_name: str | None = None, *rest: Any, **extra: Any) -> Any:
         """Parse, run and exit with the code of the contract."""
         words = list(sys.argv[1:] if args is None else args)
-        LOGGER.setLevel(logging.DEBUG if _is_verbose(words) else logging.NOTSET)
+        asked = words[: words.index("--")] if "--" in words else words  # what follows are names
+        if self.running:
+            why = "lnrewrite's own command line is called by code that the model, the data or a plugin brought"
+            raise LnrewriteError("LN019", "the command", why, "take that call out of the code")
+        self.running = True
+        try:
+            code = self._run(words, asked, prog_name, extra)
+        finally:
+            self.running = False
+        sys.exit(code)
+
+    def _run(self, words: list[str], asked: list[str], prog_name: str | None, extra: dict[str, Any]) -> int:
+        """Run what `words` ask for, with the options `asked`; print a failure; return the exit code."""
+        LOGGER.setLevel(logging.DEBUG if _is_verbose(asked) else logging.NOTSET)
         try:
             code = super().main(words or ["--help"], prog_name or self.name, **{**extra, "standalone_mode": False})
         except click.ClickException as error:
-            code = _fail(words, *_told(error))
+            code = _fail(asked, *_told(error))
         except LnrewriteError as error:
             row: dict[str, Any] = error.to_dict()
             if isinstance(error, Refused):
                 row["refusals"] = error.refusals
-            code = _fail(words, row, str(error), error.exit_code)
-            if isinstance(error, Untrusted) and _is_verbose(words) and "--json" not in words:
+            code = _fail(asked, row, str(error), error.exit_code)
+            if isinstance(error, Untrusted) and _is_verbose(asked) and "--json" not in asked:
                 click.echo("\n".join(f"  {name}" for name in error.runs), err=True)
         except BrokenPipeError:  # `lnrewrite passes | head -1`: nobody reads on
             sys.stdout = None
             code = 1
         except Exception as error:
-            if _is_verbose(words):
+            if _is_verbose(asked):
                 traceback.print_exc()
-            why = one_line(f"{type(error).__name__}: {error}")
+            why = one_line(told(error))
             remedy = "this is a fault of lnrewrite; please report it with what -v prints"
             row = {"code": "LN301", "what": words[0] if words else "lnrewrite", "why": why, "remedy": remedy}
-            code = _fail(words, row, f"LN301 {row['what']}: {why}; {remedy}", 1)
-        sys.exit(code if isinstance(code, int) else 0)
+            code = _fail(asked, row, f"LN301 {row['what']}: {why}; {remedy}", 1)
+        return code if isinstance(code, int) else 0
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that was asked for."""
@@ -64,8 +79,10 @@ class Group(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted from None
-        except SystemExit as error:
-            raise _exited(error) from error
+        except Exception:
+            raise
+        except BaseException as error:
+            raise _left(error) from error
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Find the command, or suggest the nearest."""
@@ -75,8 +92,8 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _is_verbose(words: list[str]) -> bool:
-    return bool({"-v", "--verbose"} & set(words))
+def _is_verbose(asked: list[str]) -> bool:
+    return bool({"-v", "--verbose"} & set(asked))
 
 
 def _told(error: click.ClickException) -> tuple[dict[str, str], str, int]:
@@ -92,15 +109,15 @@ def _told(error: click.ClickException) -> tuple[dict[str, str], str, int]:
     return told.to_dict(), str(told), told.exit_code
 
 
-def _exited(error: SystemExit) -> LnrewriteError:
-    """Tell that foreign code ended Python, in the middle of a command: its exit code would look like ours."""
-    why = f"code that the model, the data or a plugin brought left Python (SystemExit, {error.code!r})"
-    return LnrewriteError("LN019", "the command", why, "take the call to exit out of that code")
+def _left(error: BaseException) -> LnrewriteError:
+    """Tell that foreign code raised what is no error: SystemExit, whose exit code would look like ours, or another."""
+    why = f"code that the model, the data or a plugin brought raised {told(error)}"
+    return LnrewriteError("LN019", "the command", why, "take that, or the call to exit, out of that code")
 
 
-def _fail(words: list[str], row: dict[str, Any], line: str, code: int) -> int:
+def _fail(asked: list[str], row: dict[str, Any], line: str, code: int) -> int:
     """Print a failure where whoever asked looks for it."""
-    if "--json" in words:
+    if "--json" in asked:
         click.echo(json.dumps({"error": row}))
     else:
         click.echo(f"error: {line}", err=True)
@@ -116,7 +133,12 @@ def show(text: str) -> None:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = text.translate(ASCII).encode(encoding, "replace").decode(encoding)
-    click.echo(text)
+    click.echo("\n".join(map(visible, text.split("\n"))))
+
+
+def remark(text: str) -> None:
+    """Print a note or a warning beside the result."""
+    click.echo(one_line(text), err=True)
 
 
 @contextlib.contextmanager

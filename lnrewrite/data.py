@@ -6,6 +6,7 @@ so that a wrong name or shape is reported here, in the user's words, and not dee
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from .backends.fixed import elsewhere, other_path
-from .diagnostics import LnrewriteError, did_you_mean
+from .diagnostics import LnrewriteError, code_of_others, did_you_mean, told, words
 from .inputs import random_tensor, read_tensors
 from .library import Tokenizer, closed
-from .open import RAISED, import_object
+from .open import import_object
+from .output import named_path
 
 Batch = dict[str, Tensor]
 Axes = Mapping[str, Mapping[int, str]]
@@ -67,13 +69,13 @@ def load_data(
 
 def importable(data: str) -> bool:
     """Say whether DATA names a Python object rather than a file."""
-    return ":" in data and not Path(data).expanduser().exists()
+    return ":" in data and not os.path.exists(named_path(data))
 
 
 def file_of(data: str) -> Path:
     """Return the file that DATA names. Raises LnrewriteError LN022 where there is none, or of no known form."""
-    path = Path(data).expanduser()
-    if not path.is_file():
+    path = named_path(data)
+    if not os.path.isfile(path):
         raise bad(data, "there is no such file", "check the path, or name pkg.module:iterable")
     if path.suffix not in _SUFFIXES:
         raise bad(data, f"{path.suffix or 'no suffix'} is no form of data", f"give one of {', '.join(_SUFFIXES)}")
@@ -119,7 +121,7 @@ def calibration_for(program: Any, data: str, seed: int = 0) -> list[Batch]:
         if path := other_path(error):
             raise elsewhere(f"data {data!r}", path) from error
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batches[0].items())
-        why = f"the model fails on {shapes}: {str(error).partition(chr(10))[0]}"
+        why = f"the model fails on {shapes}: {words(error).partition(chr(10))[0]}"
         raise bad(data, why, "give inputs that the model takes, no longer than its context") from error
     return batches
 
@@ -226,8 +228,8 @@ def _batches(data: str, arrays: Batch, wanted: Mapping[str, Tensor], dynamic: Ax
     """Split arrays along axis 0; a remainder that a fixed batch size cannot hold is left out."""
     counts = {name: len(t) if t.dim() else 1 for name, t in arrays.items()}
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise bad(data, f"the arrays differ in their number of samples: {told}", "give every input the same number")
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise bad(data, f"the arrays differ in their number of samples: {listed}", "give every input the same number")
     fixed = {len(t) for name, t in wanted.items() if t.dim() and 0 not in _free(name, t, dynamic)}
     total = next(iter(counts.values()))
     size = min(fixed) if fixed else max([BATCH, *(len(t) for t in wanted.values() if t.dim())])
@@ -240,24 +242,22 @@ def _batches(data: str, arrays: Batch, wanted: Mapping[str, Tensor], dynamic: Ax
 # --- importable iterables
 
 
+END = object()
+"""Nothing is left of an iterable."""
+
+
 def imported(data: str, limit: int | None = None) -> Iterator[Any]:
     """Yield what `pkg.module:name` gives: an iterable, or a callable that returns one."""
     source = import_object(data, "LN022")
-    try:
+    with code_of_others(lambda why: bad(data, f"it gives no batches: {why}", "name an iterable of batches")):
         items: Iterable[Any] = source if not callable(source) or hasattr(source, "__iter__") else source()
         iterator = iter(items)
-    except RAISED as error:  # whatever the user's code raises
-        raise bad(
-            data, f"it gives no batches: {type(error).__name__}: {error}", "name an iterable of batches"
-        ) from error
     count = 0
     while limit is None or count < limit:
-        try:
-            item = next(iterator)
-        except StopIteration:
+        with code_of_others(lambda why, n=count: bad(data, f"batch {n} raised {why}", "check the iterable")):  # type: ignore[misc]
+            item = next(iterator, END)
+        if item is END:
             break
-        except RAISED as error:  # whatever the user's code raises
-            raise bad(data, f"batch {count} raised {type(error).__name__}: {error}", "check the iterable") from error
         yield item
         count += 1
     if not count:
@@ -321,9 +321,7 @@ def _tokenized(data: str, text: str, folder: Tokenizer | str, length: int) -> Te
     except LnrewriteError:
         raise
     except Exception as error:  # tokenizers raise anything
-        raise bad(
-            data, f"the tokenizer failed: {type(error).__name__}: {error}", "give token ids, as .npz or .pt"
-        ) from error
+        raise bad(data, f"the tokenizer failed: {told(error)}", "give token ids, as .npz or .pt") from error
     windows = found if found and isinstance(found[0], list) else [found]
     full = [window for window in windows if len(window) == length]
     return torch.tensor(full, dtype=torch.int64).reshape(-1, length)

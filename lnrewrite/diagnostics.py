@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from .plan import Refusal
@@ -61,7 +62,12 @@ def _familiarity(name: str) -> int:
 
 def printable(text: str) -> str:
     """Write what a file says so that a terminal only shows it: without control characters, 200 letters at most."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:200])
+    return visible(text[:200])
+
+
+def visible(text: str) -> str:
+    """Write characters that a terminal would act on as Python escapes them."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class Refused(LnrewriteError):
@@ -82,8 +88,36 @@ class Refused(LnrewriteError):
 
 def one_line(text: str) -> str:
     """Fold a message, which may come from another library or a file, into one printable line of 300 characters."""
-    flat = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+    flat = visible(" ".join(text.split()))
     return flat if len(flat) <= 300 else flat[:297] + "..."
+
+
+def told(error: BaseException) -> str:
+    """Say what code of others raised: its type, and its words where it has any."""
+    name, text = type(error).__name__, words(error)
+    return f"{name}: {text}" if text else name
+
+
+def words(error: BaseException) -> str:
+    """Return `str(error)`; empty where the error's own code fails at that."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+@contextlib.contextmanager
+def code_of_others(made: Callable[[str], LnrewriteError]) -> Iterator[None]:
+    """Raise what `made` makes of the words where code of others raises anything; a Ctrl-C stays one.
+
+    SystemExit would leave with its own code and without a word, and what is no Exception with a traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise made(told(error)) from error
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -35,7 +35,7 @@ from .open import Opened, open_module
 from .output import check_folder
 from .pipeline import Batch, Pipeline
 from .plan import Exactness, Proposal
-from .program import Program
+from .program import Program, check_values
 from .proving import Evidence, away, evidence
 from .report import Report
 from .saving import RECORD
@@ -144,6 +144,9 @@ def _streamed(
     source = Source.read(form.path, module)
     if source is None:
         return None
+    say("checking the weights")
+    for name, key in source.keys.items():
+        check_values(name, source.files[key].values())
     buffers = {n: b.clone() for n, b in module.named_buffers()}
     module.to("meta")
     empty = _inputs(module, inputs, seed)

@@ -14,6 +14,7 @@ from .archives import program_hazards
 from .configs import read_config
 from .diagnostics import LnrewriteError, did_you_mean
 from .foreign import LIMIT, Foreign, astray, read_file, safetensors_header
+from .output import named_path
 from .pickles import LEGACY_MAGIC, Damaged, unsafe_names
 
 _ONNX_FIELDS = {*range(1, 9), 14, 20, 25, 26}  # ModelProto
@@ -63,7 +64,7 @@ def identify(model: str) -> Form:
     """
     if model.startswith("demo:"):
         return Form(Format.DEMO, model)
-    path = Path(model).expanduser()
+    path = named_path(model)
     try:
         if path.is_dir():
             return _folder(model, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from .backends.capture import dry
-from .diagnostics import LnrewriteError, did_you_mean
+from .diagnostics import LnrewriteError, did_you_mean, told
+from .output import named_path
+from .pickles import Damaged, unsafe_names
 
 BATCH, LENGTH = 2, 16  # sizes of an example: sequences of 16, or shorter where a model takes no longer ones
 _SPEC = re.compile(r"([A-Za-z_]\w*)=(\w+)\[([^\[\]]*)\]")
@@ -111,7 +114,7 @@ def infer_inputs(module: nn.Module, seed: int = 0) -> Inputs:
             try:
                 module(*guess.args, **guess.kwargs)
             except Exception as error:  # a wrong guess raises anything
-                tried = tried or f"; a guess from its layers failed with {type(error).__name__}: {error}"
+                tried = tried or f"; a guess from its layers failed with {told(error)}"
                 continue
             return guess
     names = _required(module)
@@ -149,8 +152,8 @@ def _dtype(spec: str, name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-ELEMENTS = 2**31
-"""A made-up input has fewer elements."""
+ELEMENTS, AXES = 2**31, 32
+"""A made-up input has fewer elements, and no more axes, as numpy's and torch's own kernels do not."""
 
 
 def _dims(spec: str, text: str) -> list[int | str]:
@@ -161,6 +164,8 @@ def _dims(spec: str, text: str) -> list[int | str]:
         if not (word.isidentifier() or word.isascii() and word.isdigit() and len(word) < 20 and int(word) > 0):
             raise _bad(spec, f"the dimension {word!r} is neither a positive number nor a name")
         dims.append(int(word) if word.isdigit() else word)
+    if len(dims) > AXES:
+        raise _bad(spec, f"it has {len(dims)} dimensions, and {AXES} are taken", "give fewer")
     if math.prod(d for d in dims if isinstance(d, int)) >= ELEMENTS:
         raise _bad(spec, "it is larger than any input that could be made up", "give smaller dimensions")
     return dims
@@ -176,8 +181,8 @@ def _size(name: str, sizes: dict[str, int]) -> int:
 
 def _read(spec: str) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
     """Read a file of tensors: named ones as keywords, a single tensor or a tuple as positional arguments."""
-    path = Path(spec).expanduser()
-    if not path.is_file():
+    path = named_path(spec)
+    if not os.path.isfile(path):
         raise _bad(spec, "it is neither a specification nor a file")
     held = read_tensors(path, "LN021")
     if isinstance(held, Tensor):
@@ -185,6 +190,9 @@ def _read(spec: str) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
     if isinstance(held, Mapping):
         return (), dict(held)
     return tuple(held), {}
+
+
+PLAIN = "save named tensors, without pickled objects"
 
 
 def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Tensor]:
@@ -210,14 +218,21 @@ def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Ten
 
             held = load_file(path)
         else:
+            with path.open("rb") as stream:
+                named = unsafe_names(stream)
+            if named:
+                why = f"to read it would run {', '.join(name[:60] for name in named[:4])}"
+                raise LnrewriteError(code, what, why, PLAIN)
             held = torch.load(path, map_location="cpu", weights_only=True)
     except LnrewriteError:
         raise
+    except Damaged as error:
+        raise LnrewriteError(code, what, str(error), PLAIN) from error
     except OSError as error:
         raise LnrewriteError(code, what, f"it cannot be read: {error}", "check the file") from error
     except Exception as error:  # numpy, torch and safetensors raise various errors for content they do not take
         why = f"it does not hold plain tensors ({type(error).__name__})"
-        raise LnrewriteError(code, what, why, "save named tensors, without pickled objects") from error
+        raise LnrewriteError(code, what, why, PLAIN) from error
     tensors = held.values() if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else [held]
     if not tensors or not all(isinstance(t, Tensor) for t in tensors):
         raise LnrewriteError(

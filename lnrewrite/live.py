@@ -17,7 +17,7 @@ from .backends.captured import Signature, stored
 from .backends.difference import Difference, Recipe
 from .backends.ports import children
 from .detect.norms import find_norms
-from .diagnostics import LnrewriteError
+from .diagnostics import LnrewriteError, told
 from .pipeline import Batch, Pipeline
 from .program import Program, check_finite
 from .report import Report
@@ -204,7 +204,6 @@ class Record:
             config.tie_word_embeddings = tied
 
 
-
 @dataclass
 class Value:
     """Hold a parameter, what it held before the rewrite, and the checksum of what it was given."""
@@ -298,7 +297,7 @@ def _prove(module: nn.Module, program: Program, taken: Capture, seed: int) -> No
         with evaluating(module):
             found = proof(program, _AsCaptured(module, taken.module.signature), bound, seed)
     except Exception as error:  # the module's own code, which may look at a norm that is gone
-        why = f"rewritten, it fails with {type(error).__name__}: {error}"
+        why = f"rewritten, it fails with {told(error)}"
         raise LnrewriteError("LN313", type(module).__name__, why, remedy) from error
     if found["verdict"] == "different":
         why = f"its outputs are {found['max_rel']:.1e} (relative) from what was planned"

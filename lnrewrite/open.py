@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .diagnostics import LnrewriteError, Untrusted, did_you_mean
+from .diagnostics import LnrewriteError, Untrusted, code_of_others, did_you_mean, told
 from .forms import Form, Format, damaged, identify, listed, not_a_model
 from .quiet import quiet
 
@@ -28,9 +28,6 @@ _OUTPUT = re.compile(
 )  # in JSON that stands as a string in JSON
 Factory = str | Callable[[], Any]
 State = dict[str, "torch.Tensor"]
-
-RAISED = (Exception, SystemExit)
-"""What code of the user's may raise; SystemExit would leave with its code and without a word."""
 
 _WRAPPERS = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
 _ENTRIES = ("state_dict", "model_state_dict", "model")  # where a training checkpoint keeps its weights
@@ -84,10 +81,8 @@ def import_object(reference: str, code: str = "LN019") -> Any:
     """
     module_name, _, path = reference.partition(":")
     _import_from_here()
-    try:
+    with code_of_others(lambda why: _failed(reference, f"importing {module_name} raised {why}", code)):
         found: Any = importlib.import_module(module_name)
-    except RAISED as error:  # whatever the imported code raises
-        raise _failed(reference, f"importing {module_name} raised {_told(error)}", code) from error
     for part in path.split("."):
         if not hasattr(found, part):
             known = [name for name in dir(found) if not name.startswith("_")]
@@ -112,10 +107,8 @@ def build(factory: Factory) -> tuple[torch.nn.Module, dict[str, Any] | None]:
     if not isinstance(made, torch.nn.Module):
         if not callable(made):
             raise _failed(name, f"it is a {type(made).__name__}, neither callable nor a module")
-        try:
+        with code_of_others(lambda why: _failed(name, f"it raised {why}")):
             made = made()
-        except RAISED as error:  # whatever the user's code raises
-            raise _failed(name, f"it raised {_told(error)}") from error
     inputs = None
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):
         made, inputs = made[0], dict(made[1])
@@ -130,10 +123,6 @@ def _failed(name: str, why: str, code: str = "LN019", remedy: str = "") -> Lnrew
     default = "name a callable without arguments that returns a torch.nn.Module"
     what = "data" if code == "LN022" else "factory"
     return LnrewriteError(code, f"{what} {name!r}", why, remedy or (default if code == "LN019" else "check the name"))
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _torchscript(model: str) -> LnrewriteError:
@@ -166,7 +155,7 @@ def _open_program(form: Form) -> Opened:
         with limit, quiet("torch"), _path_of(form).open("rb") as stream:  # torch wants .pt2 of a path, not of a stream
             program = torch.export.load(stream)
     except Exception as error:  # torch raises whatever the content leads to
-        raise damaged(form.name, f"torch.export.load failed with {_told(error)}") from error
+        raise damaged(form.name, f"torch.export.load failed with {told(error)}") from error
     args, kwargs = program.example_inputs or ((), {})
     return Opened(form.format, program=program, inputs=dict(kwargs) if kwargs and not args else None)
 
@@ -249,7 +238,7 @@ def _read_safetensors(form: Form) -> State:
     try:
         return load_file(_path_of(form))
     except Exception as error:  # SafetensorError, or what a dtype that torch lacks raises
-        raise damaged(form.name, _told(error)) from error
+        raise damaged(form.name, told(error)) from error
 
 
 def _read_pickle(form: Form, trust_pickle: bool) -> Any:
@@ -271,10 +260,10 @@ def _read_pickle(form: Form, trust_pickle: bool) -> Any:
     except LnrewriteError:
         raise
     except (RuntimeError, EOFError, OSError) as error:
-        raise damaged(form.name, f"torch.load failed with {_told(error)}") from error
+        raise damaged(form.name, f"torch.load failed with {told(error)}") from error
     except Exception as error:  # a pickle's own code may raise anything
         remedy = "run where its code is importable, or save the weights alone and give --factory"
-        raise LnrewriteError("LN029", f"model {form.name!r}", _told(error), remedy) from error
+        raise LnrewriteError("LN029", f"model {form.name!r}", told(error), remedy) from error
 
 
 def _is_state(held: Mapping[Any, Any]) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .console import remark
 from .diagnostics import LnrewriteError, UsageError
+from .output import named_path
 
 if TYPE_CHECKING:
     from .onnx_program import OnnxProgram
@@ -107,12 +110,12 @@ def target_of(output: str, force: bool, default: str = ".pt2") -> Path:
 def tell_name(output: str | None, target: Path | None) -> None:
     """Say under which name OUT was written where that is not the name that was given."""
     if target is not None and output is not None and Path(output) != target:
-        click.echo(f"note: {output} has no suffix: it is written as {target}", err=True)
+        remark(f"note: {output} has no suffix: it is written as {target}")
 
 
 def check_data(calibrate: str | None) -> None:
     """Raise LN022 where DATA is plainly missing: told before the model is captured."""
-    if calibrate is not None and ":" not in calibrate and not Path(calibrate).expanduser().is_file():
+    if calibrate is not None and ":" not in calibrate and not os.path.isfile(named_path(calibrate)):
         remedy = "check the path, or name pkg.module:iterable"
         raise LnrewriteError("LN022", f"data {calibrate!r}", "there is no such file", remedy)
 

@@ -25,6 +25,11 @@ CHECKPOINT = (
 """The names of the files of a checkpoint folder that --force may replace, whatever they were written by."""
 
 
+def named_path(name: str) -> Path:
+    """Return the path that stands on a command line; a `~` of nobody stays one."""
+    return Path(os.path.expanduser(name))
+
+
 def output_named(output: str, default: str) -> Path:
     """Return the file that OUT names: with `default` behind a name without suffix.
 
@@ -33,7 +38,7 @@ def output_named(output: str, default: str) -> Path:
     name = os.path.basename(output)
     if not output.strip():
         raise UsageError("LN025", repr(output), "it names nothing (an unset variable?)", f"name a {default} file")
-    if name.strip() in ("", ".", "..") or name in SUFFIXES:
+    if name.strip() in ("", ".", "..", "-") or name in SUFFIXES:
         raise UsageError("LN025", repr(output), "it names no file", f"name a {default} file")
     suffix = Path(name).suffix
     if suffix not in ("", *SUFFIXES):

@@ -24,7 +24,7 @@ from .backends.lift import lift
 from .backends.surgery import Surgery
 from .detect.naming import norm_names
 from .detect.norms import find_norms
-from .diagnostics import LnrewriteError, one_line
+from .diagnostics import LnrewriteError, told
 from .landing import poured, write_whole
 from .opgraph import OpGraph
 from .output import check_output
@@ -262,7 +262,16 @@ def need_onnx(what: str) -> None:
 def check_finite(module: nn.Module) -> None:
     """Raise LnrewriteError LN024 where a floating point parameter holds NaN or infinite values."""
     for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() and not parameter.is_meta and not torch.isfinite(parameter).all():
+        if not parameter.is_meta:
+            check_values(name, [parameter])
+
+
+def check_values(name: str, pieces: Iterable[torch.Tensor]) -> None:
+    """Raise LnrewriteError LN024 where floating point values of the parameter `name` are NaN or infinite."""
+    for piece in pieces:
+        if not piece.is_floating_point():
+            return
+        if not torch.isfinite(piece if piece.itemsize > 1 else piece.float()).all():
             raise LnrewriteError("LN024", name, "it holds NaN or infinite values", "repair or re-download the weights")
 
 
@@ -333,8 +342,8 @@ def _taken_over(model: str, program: torch.export.ExportedProgram) -> Capture:
     except LnrewriteError:
         raise
     except Exception as error:  # torch traces it again, and raises whatever a stranger's graph leads to
-        told = one_line(f"{type(error).__name__}: {error}".split("\n", 1)[0])
-        raise damaged(model, f"its program does not hold together: {told}") from error
+        why = f"its program does not hold together: {told(error).partition(chr(10))[0]}"
+        raise damaged(model, why) from error
 
 
 def convert(

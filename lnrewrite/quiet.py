@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import tempfile
 import warnings
 from collections.abc import Iterator
 
 LOGGER = logging.getLogger("lnrewrite")
+TRACE = "TORCH_DTRACE"
 
 
 @contextlib.contextmanager
@@ -36,6 +39,20 @@ def quiet(*libraries: str) -> Iterator[None]:
         for logger, propagate in zip(loggers, before, strict=True):
             logger.propagate = propagate
             logger.removeHandler(nothing)
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Let draft_export write its trace into a folder that goes at the end, unless TORCH_DTRACE names another."""
+    if os.environ.get(TRACE):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:
+        os.environ[TRACE] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(TRACE, None)
 
 
 def _drop(record: logging.LogRecord) -> bool:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from . import diagnostics
-from .diagnostics import LnrewriteError, UsageError
+from .diagnostics import LnrewriteError, UsageError, code_of_others
 
 GROUP = "lnrewrite.passes"
 _SHIPPED = "lnrewrite.passes"  # a package named by string: lnrewrite never imports its passes itself
@@ -83,15 +83,9 @@ def _listed() -> Iterator[EntryPoint]:
 
 def _load(entry: EntryPoint, error: type[LnrewriteError]) -> type[Any]:
     """Import one pass and check that it is one; whatever a plugin raises becomes one line that names it."""
-    try:
+    what, remedy = f"pass {entry.name!r}", "repair or uninstall that package; other passes still work"
+    with code_of_others(lambda why: error("LN005", what, f"importing {_origin(entry)} failed: {why}", remedy)):
         cls = entry.load()
-    except (Exception, SystemExit) as reason:  # a plugin that leaves would take the command with it
-        raise error(
-            "LN005",
-            f"pass {entry.name!r}",
-            f"importing {_origin(entry)} failed: {type(reason).__name__}: {reason}",
-            "repair or uninstall that package; other passes still work",
-        ) from reason
     lacks = [member for member in _MEMBERS if not hasattr(cls, member)]
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)) or lacks:
         why = f"it has no {', '.join(lacks)}" if lacks else "it is not a dataclass"

@@ -22,9 +22,17 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*(?::[A-Za-z_][\w.]*)?")
 _OPTION = re.compile(r"(?P<key>[a-z][a-z0-9-]*)(?:=(?P<value>[^\s{}]*))?(?=\s|$)")
 
 
+MOST = 256
+"""A pipeline has so many passes."""
+
+
 def parse(text: str) -> Iterator[Any]:
     """Yield the passes that `text` describes. Raises UsageError LN001, LN002 (with the column) or LN003."""
-    for name, options in list(_items(text)):  # the whole text is read before any pass is imported
+    items = list(_items(text))  # the whole text is read before any pass is imported
+    if len(items) > MOST:
+        why = f"it has {len(items)} passes, and {MOST} are taken"
+        raise UsageError("LN002", "pipeline", why, "run it in parts")
+    for name, options in items:
         yield _build(name, options)
 
 

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from ..diagnostics import LnrewriteError
+from ..diagnostics import LnrewriteError, told
+from ..quiet import untraced
 from .captured import CapturedModule, unlift
 from .checked import check, others, run
 from .fixed import drop_settled, fixed_paths, mark, other_path, read_by
@@ -221,9 +222,10 @@ def _any_way(
             with suppress(Exception):
                 return made(on_path)
         try:
-            captured = trace(None, torch.export.draft_export)
+            with untraced():
+                captured = trace(None, torch.export.draft_export)
         except Exception:
-            why = f"{type(first).__name__}: {first}"
+            why = told(first)
             remedy = "see `lnrewrite explain LN023`; give inputs that take the path you mean"
             raise LnrewriteError("LN023", type(module).__name__, why, remedy) from first
         mark(captured, CHOSEN)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..diagnostics import LnrewriteError
+from ..diagnostics import LnrewriteError, words
 from .captured import CapturedModule
 from .fixed import fixed_paths, mark, other_path
 from .outputs import Outputs, apart
@@ -58,7 +58,7 @@ def _wrong(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], k
         run(captured, args, kwargs)
     except Exception as error:
         path = other_path(error)
-        return f"it takes another path: {path}" if path else f"it fails: {str(error).partition(chr(10))[0]}"
+        return f"it takes another path: {path}" if path else f"it fails: {words(error).partition(chr(10))[0]}"
     apart = _apart(module, captured, args, kwargs)
     return f"its outputs are {apart:.1e} (relative) from the module's" if apart else ""
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ..diagnostics import LnrewriteError
+from ..diagnostics import LnrewriteError, words
 
 FIXED = "fixed path: "
 TORCHS = "Runtime assertion failed"  # of a graph that torch.export specialised
@@ -137,7 +137,7 @@ def _is_fixed(node: fx.Node) -> bool:
 
 def other_path(error: BaseException) -> str:
     """Return what was fixed where an error says that inputs take another path; else nothing."""
-    text = str(error).partition("\n")[0]
+    text = words(error).partition("\n")[0]
     return text if text.startswith(TORCHS) else text.partition(FIXED)[2]
 
 

@@ -58,7 +58,14 @@ class Stored:
 
     def rows(self) -> Iterator[torch.Tensor]:
         """Yield the tensor's rows along its last axis, many at a time, all in the same memory."""
-        width = self.shape[-1] if self.shape else 1
+        yield from self._pieces(self.shape[-1] if self.shape else 1)
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """Yield the tensor's values as they follow each other, [many], all in the same memory."""
+        for piece in self._pieces(1):
+            yield piece.reshape(-1)
+
+    def _pieces(self, width: int) -> Iterator[torch.Tensor]:
         count = prod(self.shape) // max(width, 1)
         held = torch.empty((max(1, PIECE // max(1, width * self.dtype.itemsize)), width), dtype=self.dtype)
         with self.path.open("rb", buffering=0) as file:

@@ -58,10 +58,21 @@ class _Descriptions(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """Read the files of one checkpoint folder."""
+    """Read the files of one checkpoint folder, whose index is read when this is made: torch would log what it raises.
+
+    Raises OSError, and pickle.UnpicklingError or what else unpickling raises where the index is none of torch's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.index = self._read()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:
-        """Return the index. Raises pickle.UnpicklingError where it is none that torch writes."""
+        """Return the index."""
+        self.index.storage_meta = described.StorageMeta(load_id=self.load_id)
+        return self.index
+
+    def _read(self) -> described.Metadata:
         path = Path(self.path) / _INDEX
         if path.stat().st_size > INDEX_LIMIT:
             raise pickle.UnpicklingError(f"its index has more than {INDEX_LIMIT} bytes")
@@ -71,7 +82,6 @@ class Reader(FileSystemReader):
         for info in found.storage_data.values():
             if not isinstance(info, _StorageInfo) or not _FILE.fullmatch(str(info.relative_path)):
                 raise pickle.UnpicklingError("its index names files that are not of a checkpoint")
-        found.storage_meta = described.StorageMeta(load_id=self.load_id)
         return found
 
 

@@ -60,23 +60,8 @@ class Session:
     world: World
     snapshots: Snapshots
     say: Callable[[str], None]
-
-    @cached_property
-    def objective(self) -> Objective:
-        return Objective.of(self.teacher, self.measured[0])
-
-    @cached_property
-    def mix(self) -> Mix:
-        """Return the losses asked for, or the usual ones. Raises UsageError LN003 for a task without targets."""
-        task = self.objective.has_task(self.measured[0])
-        usual = "task=0.5,kl=0.5,hidden=1,spread=0.1" if task else "kl=1,hidden=1,spread=0.1"
-        mix = Mix.parse(self.recipe.losses or usual)
-        if mix.task and not task:
-            why = "the model predicts no next token and the data hold no labels"
-            raise UsageError("LN003", "loss task", why, "give labels, or losses such as kl=1,hidden=1")
-        if not (mix.task or mix.kl or mix.hidden):
-            raise UsageError("LN003", "losses", "nothing is left to learn from", "give task, kl or hidden a weight")
-        return mix
+    objective: Objective
+    mix: Mix
 
     @cached_property
     def tapering(self) -> Tapering | None:
@@ -270,9 +255,11 @@ def heal(
         asked: dict[str, Any] = {**asdict(plan), "length": length, "held_out": held_out, "processes": world.size}
         asked |= {"data": data if isinstance(data, str) else "given", "student": _digest(second)}
         folder = run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
+        objective = Objective.of(first, measured[0])
+        mix = mix_of(plan, objective.has_task(measured[0]))
         snapshots = Snapshots(Path(folder), world, asked, resume)
         stack.callback(snapshots.leave)
-        healed, report = Session(first, second, feed, measured, plan, world, snapshots, say).run()
+        healed, report = Session(first, second, feed, measured, plan, world, snapshots, say, objective, mix).run()
         module: nn.Module = healed.module()
         if isinstance(student, nn.Module) and not isinstance(student, CapturedModule):
             module = give_back(student, healed)
@@ -282,6 +269,18 @@ def heal(
         snapshots.end()
     report = replace(report, run=str(run) if run else None, output=str(output) if output else None)
     return Healed(healed, module, report)
+
+
+def mix_of(recipe: Recipe, task: bool) -> Mix:
+    """Return the losses asked for, or the usual ones. Raises UsageError LN003 for a `task` without targets."""
+    usual = "task=0.5,kl=0.5,hidden=1,spread=0.1" if task else "kl=1,hidden=1,spread=0.1"
+    mix = Mix.parse(recipe.losses or usual)
+    if mix.task and not task:
+        why = "the model predicts no next token and the data hold no labels"
+        raise UsageError("LN003", "loss task", why, "give labels, or losses such as kl=1,hidden=1")
+    if not (mix.task or mix.kl or mix.hidden):
+        raise UsageError("LN003", "losses", "nothing is left to learn from", "give task, kl or hidden a weight")
+    return mix
 
 
 def seen(model: Program | nn.Module, kwargs: Mapping[str, Any] | None, world: World, until: Any) -> Program:

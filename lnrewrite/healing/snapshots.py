@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from ..diagnostics import LnrewriteError
+from ..diagnostics import LnrewriteError, told, words
 from ..landing import write_text_whole
+from ..quiet import quiet
 from .reading import Planner, Reader
 from .world import World
 
@@ -84,8 +84,7 @@ class Snapshots:
             if self.world.first:
                 shutil.rmtree(temporary, ignore_errors=True)
             self.world.wait()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it is one process is no news
+            with quiet("torch"):  # that it is one process is no news
                 save({"model": model, "optimizer": state}, checkpoint_id=temporary)
         except (Exception, CheckpointException) as error:  # torch wraps what the file system says
             shutil.rmtree(temporary, ignore_errors=True)
@@ -110,9 +109,9 @@ class Snapshots:
         model, state = get_state_dict(view, optimizer)
         held = {"model": model, "optimizer": state}
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                load(held, storage_reader=Reader(place), planner=Planner())
+            reader = Reader(place)
+            with quiet("torch"):
+                load(held, storage_reader=reader, planner=Planner())
         except (Exception, CheckpointException) as error:  # whatever is wrong with the files
             why = f"it cannot be read: {_told(error)}"
             raise LnrewriteError("LN605", str(place), why, "remove this checkpoint, or the run's folder") from error
@@ -183,13 +182,11 @@ class Snapshots:
 
 
 def _no_run(path: Path, error: Exception) -> LnrewriteError:
-    why = f"it is not what a run writes there: {type(error).__name__}: {error}"
+    why = f"it is not what a run writes there: {told(error)}"
     return LnrewriteError("LN605", str(path), why, "name another folder with --run, or move that file away")
-
-
 
 
 def _told(error: BaseException) -> str:
     """Return the cause of what torch.distributed.checkpoint raises, which is no Exception and holds tracebacks."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-    return str(next((cause for cause, _ in failures), error))
+    return words(next((cause for cause, _ in failures), error))

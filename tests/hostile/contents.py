@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import zips
@@ -21,6 +22,25 @@ def pickle_cases() -> Iterator[Case]:
             return archive(place, {"data/sample_inputs/model.pt": payloads(place.marker)[name]})
 
         yield inspecting(f"pt2: sample inputs: {name}", "m.pt2", make)
+
+
+def key_cases() -> Iterator[Case]:
+    """Sample inputs with keys that torch's `module()` writes into code."""
+    places: dict[str, Callable[[Any, Any], Any]] = {
+        "an argument": lambda x, evil: ((evil,), {}), "the keywords": lambda x, evil: ((), evil), "an inner dict": lambda x, evil: ((x, [evil]), {}),
+    }  # fmt: skip
+    keys = {"a call": '"+str(__import__("os").mkdir({marker!r}))+"', "a quote": "'", "a line": "\n", "an escape": "\x1b[31m"}
+    for name, put in places.items():
+        for kind, key in keys.items():
+
+            def make(place: Place, put: Callable[[Any, Any], Any] = put, key: str = key) -> bytes:
+                import torch
+
+                x, stream = torch.zeros(2, 4, 16), io.BytesIO()
+                torch.save(put(x, {key.replace("{marker!r}", repr(place.marker)): x}), stream)
+                return archive(place, {"data/sample_inputs/model.pt": stream.getvalue()})
+
+            yield inspecting(f"pt2: sample inputs: {kind} as a key of {name}", "m.pt2", make)
 
 
 def member_cases() -> Iterator[Case]:

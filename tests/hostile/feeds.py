@@ -10,7 +10,7 @@ from typing import Any
 from . import zips
 from .goods import FACTORY, HEAL, array
 from .pickled import PAYLOAD, payloads
-from .place import Case, Place
+from .place import SECRET, Case, Place
 from .weights import safe
 from .zips import Entry
 
@@ -98,7 +98,7 @@ def _big_array() -> Entry:
 SPECS = (
     "x=float32[2,4,16]" * 200, "x=float32[-1,4,16]", "x=float32[99999999999,4,16]", "x=float32[1e9,4,16]", "x=os.system[2]", "x=float32", "x=", "=float32[2]", "x=float32[]",
     "x=float32[2,4", "x=float32[9**9**9]", "x=float32[2,4,16];import os", "\x1b[31m=float32[2,4,16]", "y=float32[2,4,16]", "x=object[2,4,16]", "x=float32[0,4,16]", "x=int64[2,4,16]",
-    "../outside/secret.bin", "evil.pt", "evil.npz", "/dev/zero", "no.npz", "", "x=complex256[2,4,16]", "x=float32[1048576,1048576,16]", "x=float32[" + "1," * 5000 + "1]", "\u202e",
+    "secret.bin", "evil.pt", "evil.npz", "/dev/zero", "no.npz", "", "x=complex256[2,4,16]", "x=float32[1048576,1048576,16]", "x=float32[" + "1," * 5000 + "1]", "\u202e",
 )  # fmt: skip
 
 
@@ -108,11 +108,13 @@ def spec_cases() -> Iterator[Case]:
 
         def make(place: Place) -> None:
             place.write("nets.py", FACTORY)
+            place.write("secret.bin", SECRET)
             place.write("evil.pt", zips.pack([Entry(b"a/data.pkl", payloads(place.marker)["a global"])]))
             place.write("evil.npz", zips.pack([Entry(b"x.npy", npy(_head("(1,)", "'|O'"), payloads(place.marker)["a global"]))]))
 
         shown = spec[:40].encode("unicode_escape").decode()
-        yield Case(f"input: {shown!r}", ("inspect", "nets:net", "--input", spec), make, (1, 2), trusts=True)
+        harmless = spec == "x=int64[2,4,16]"  # the net computes with integers as well
+        yield Case(f"input: {shown!r}", ("inspect", "nets:net", "--input", spec), make, (0,) if harmless else (1, 2), trusts=True)
 
 
 def run_cases() -> Iterator[Case]:

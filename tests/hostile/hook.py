@@ -21,7 +21,8 @@ def install(root: str, repository: str, fd: int) -> None:
     """Write a line of JSON to `fd` for all that a command in the folder `root` of a case should not do."""
     python = {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *site.getsitepackages(), repository}
     inside = tuple(os.path.join(root, name) for name in ("here", "home", "tmp"))
-    readable = tuple(os.path.realpath(p) for p in (*inside, *python, *SYSTEM, *filter(None, sys.path)))
+    stdin = os.path.join(root, "stdin")  # a command line may name /dev/stdin
+    readable = tuple(os.path.realpath(p) for p in (*inside, stdin, *python, *SYSTEM, *filter(None, sys.path)))
     writable = (*map(os.path.realpath, inside), "/dev/null", "/dev/tty", "/dev/shm", "/proc")
     server = [sys.executable, "-P", os.path.join(repository, "lnrewrite", "backends", "onnx_server.py")]
     marker, here = os.path.join(root, "MARKER"), os.path.realpath(inside[0])

@@ -19,7 +19,7 @@ _OVERRIDES = set("\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u
 
 def trouble(case: Case, row: dict[str, Any]) -> list[str]:
     """List what is not clean: empty for a clean case."""
-    return [*_world(case, row), *_end(case, row), *_words(row), *_files(case, row)]
+    return [*_world(case, row), *_end(case, row), *_words(case, row), *_files(case, row)]
 
 
 def _world(case: Case, row: dict[str, Any]) -> Iterator[str]:
@@ -37,19 +37,18 @@ def _end(case: Case, row: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with how it ended."""
     if row["killed"]:
         yield "HANG" if row["killed"] == "time" else "MEMORY, killed"
-    elif row["exit"] < 0:
-        yield f"CRASH {row['exit']}"
     elif row["exit"] not in case.exits:
-        yield f"EXIT {row['exit']}"
+        yield f"{'CRASH' if row['exit'] < 0 else 'EXIT'} {row['exit']}"
     if row["cpu"] > SECONDS and not row["killed"]:
         yield f"SLOW {row['cpu']} s"
     if row["peak_mb"] > MEMORY:
         yield f"MEMORY {row['peak_mb']} MB"
 
 
-def _words(row: dict[str, Any]) -> Iterator[str]:
+def _words(case: Case, row: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with what it said."""
-    said, lines = row["stdout"] + row["stderr"], row["stderr"].splitlines()
+    stderr = row["stderr"].rstrip("\n").rpartition("\n")[2] if case.prints else row["stderr"]
+    said, lines = row["stdout"] + stderr, stderr.splitlines()
     if "Traceback" in said:
         yield "TRACEBACK"
     if "LN301" in said or "LN302" in said or "a fault of lnrewrite" in said:

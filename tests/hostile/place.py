@@ -57,7 +57,8 @@ class Case:
 
     `writes` names what a command that ends with 0 may leave in its folder; `library` is a folder of the case that is
     importable (PYTHONPATH); `trusts` says that the command line itself asked for the user's code, `runs` that it asked
-    for what the file names. `room` is how many bytes a file may have: writing more fails, as it does on a full disk.
+    for what the file names, `prints` that the user's code prints what it likes: only the last line is ours. `room` is
+    how many bytes a file may have: writing more fails, as it does on a full disk.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Case:
     library: str | None = None
     trusts: bool = False
     runs: bool = False
+    prints: bool = False
     room: int | None = None
     environment: tuple[tuple[str, str], ...] = ()
 

@@ -50,7 +50,10 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
     base, start = _resident(os.getpid()), time.monotonic()
     child = os.fork()
     if not child:
-        _command(asked)
+        try:
+            _command(asked)
+        finally:
+            os._exit(70)  # whatever happened, there are no two that answer
     killed = ""
     while True:
         pid, status, used = os.wait4(child, os.WNOHANG)
