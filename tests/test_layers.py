@@ -18,7 +18,7 @@ PICTURE = {"stream", "text", "plan", "basis", "diagnostics", "report"}
 CORE = {
     "opgraph", "pipeline", "sounding", "spelling", "registry", "machine", "ref", "rotations", "selecting", "landing",
 }  # fmt: skip
-CORE |= {"foreign"}
+CORE |= {"foreign", "quiet"}
 SEEN = ("stream", "plan", "basis", "diagnostics", "pipeline", "fitting", "trunk")
 FOR_PASSES = {f"lnrewrite.{name}" for name in SEEN}
 
