@@ -159,8 +159,10 @@ time.sleep(float(sys.argv[2]))
 
 
 @pytest.mark.parametrize("how", rows(["ends", "killed"], sample=["killed"]))
-def test_it_ends_with_its_user(how: str) -> None:
-    user = subprocess.Popen([sys.executable, "-c", CALL, TEXT, "0" if how == "ends" else "60"], stdout=subprocess.PIPE)
+def test_it_ends_with_its_user_and_does_not_call_home(how: str, tmp_path: Path) -> None:
+    kept = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "ORT_DISABLE_TELEMETRY")}
+    command = [sys.executable, "-c", CALL, TEXT, "0" if how == "ends" else "60"]
+    user = subprocess.Popen(command, stdout=subprocess.PIPE, env=kept | {"HOME": str(tmp_path)})
     assert user.stdout
     pid = int(user.stdout.readline())
     if how == "killed":
@@ -171,6 +173,7 @@ def test_it_ends_with_its_user(how: str) -> None:
         for _ in range(200):
             os.kill(pid, 0)
             threading.Event().wait(0.05)
+    assert not list(tmp_path.rglob("*onnxruntime*"))
 
 
 def test_a_feed_of_any_layout_is_taken() -> None:
