@@ -94,7 +94,26 @@ def from_program(program: ExportedProgram) -> Capture:
         why, remedy = f"it holds no example of its input {missing[0]}", "export it again, and save it with its inputs"
         raise LnrewriteError("LN020", "the program", why, remedy)
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
+    if not _are_of(captured, kept):
+        why, remedy = "its example inputs are not of the form that it takes", "export it again"
+        raise LnrewriteError("LN020", "the program", why, remedy)
     return Capture(captured, *kept, dynamic=tuple(sorted(_symbols(captured))))
+
+
+def _are_of(module: CapturedModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Return whether inputs nest as a graph's do, with tensors of its dtypes and numbers of axes."""
+
+    def alike(a: Any, b: Any) -> bool:
+        if a.type != b.type or a.num_leaves != b.num_leaves:
+            return False
+        plain = a.type in (dict, list, tuple)  # what others keep as their context may differ
+        return not plain or a.context == b.context and all(map(alike, a.children(), b.children()))
+
+    leaves, found = pytree.tree_flatten(inputs)
+    if not alike(module.graph._codegen.pytree_info.in_spec, found):  # type: ignore[attr-defined]
+        return False
+    tensors = [(t.dtype, t.dim()) for t in leaves if isinstance(t, torch.Tensor)]
+    return tensors == [(t.dtype, t.dim()) for t in _placeholders(module)]
 
 
 def export_again(module: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:

@@ -29,7 +29,7 @@ def key_cases() -> Iterator[Case]:
     places: dict[str, Callable[[Any, Any], Any]] = {
         "an argument": lambda x, evil: ((evil,), {}), "the keywords": lambda x, evil: ((), evil), "an inner dict": lambda x, evil: ((x, [evil]), {}),
     }  # fmt: skip
-    keys = {"a call": '"+str(__import__("os").mkdir({marker!r}))+"', "a quote": "'", "a line": "\n", "an escape": "\x1b[31m"}
+    keys = {"a word": "word", "a call": '"+str(__import__("os").mkdir({marker!r}))+"', "a quote": "'", "a line": "\n", "an escape": "\x1b[31m"}
     for name, put in places.items():
         for kind, key in keys.items():
 
@@ -40,7 +40,25 @@ def key_cases() -> Iterator[Case]:
                 torch.save(put(x, {key.replace("{marker!r}", repr(place.marker)): x}), stream)
                 return archive(place, {"data/sample_inputs/model.pt": stream.getvalue()})
 
-            yield inspecting(f"pt2: sample inputs: {kind} as a key of {name}", "m.pt2", make)
+            yield inspecting(f"pt2: sample inputs: {kind} as a key of {name}", "m.pt2", make, (0, 1) if kind == "a word" else (1,))
+    yield Case("pt2: exported with a call as a key", ("inspect", "m.pt2"), lambda place: _exported(place, keys["a call"]))
+
+
+def _exported(place: Place, key: str) -> None:
+    """Export a net that takes a dict, with such a key."""
+    import torch
+
+    key = key.replace("{marker!r}", repr(place.marker))
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)
+
+        def forward(self, held: dict[str, torch.Tensor]) -> torch.Tensor:
+            return held[key] + self.linear(self.norm(held[key]))
+
+    torch.export.save(torch.export.export(Net().eval(), ({key: torch.zeros(2, 4, 16)},)), place.here / "m.pt2")
 
 
 def member_cases() -> Iterator[Case]:

@@ -69,10 +69,11 @@ def _words(case: Case, row: dict[str, Any]) -> Iterator[str]:
 
 def _files(case: Case, row: dict[str, Any]) -> Iterator[str]:
     """Yield what happened to files."""
+    kept = {f"here/{name}" for name in case.keeps}
     allowed = tuple(f"here/{name}" for name in case.writes) if row["exit"] in (0, 3) else ()
 
     def mine(path: str) -> bool:
-        return any(path == name or path.startswith(f"{name}/") for name in allowed)
+        return path in kept or any(path == name or path.startswith(f"{name}/") for name in allowed)
 
     if left := [p for p in row["new"] if not mine(p)]:
         yield f"LEFT {', '.join(left[:3])}"

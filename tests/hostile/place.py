@@ -55,10 +55,10 @@ Make = Callable[[Place], Any]
 class Case:
     """One command, the files that it meets, and how it may end.
 
-    `writes` names what a command that ends with 0 may leave in its folder; `library` is a folder of the case that is
-    importable (PYTHONPATH); `trusts` says that the command line itself asked for the user's code, `runs` that it asked
-    for what the file names, `prints` that the user's code prints what it likes: only the last line is ours. `room` is
-    how many bytes a file may have: writing more fails, as it does on a full disk.
+    `writes` names what a command that ends with 0 may leave in its folder, `keeps` what one that fails may. `library`
+    is a folder of the case that is importable (PYTHONPATH). `trusts` says that the command line itself asked for the
+    user's code, `runs` that it asked for what the file names, `prints` that the user's code prints what it likes: only
+    the last line is ours. `room` is how many bytes a file may have: writing more fails, as it does on a full disk.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Case:
     make: Make
     exits: tuple[int, ...] = (1,)
     writes: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
     library: str | None = None
     trusts: bool = False
     runs: bool = False
