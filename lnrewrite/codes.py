@@ -42,7 +42,11 @@ page(
     "unknown name",
     "A pass, preset, code or command of that name does not exist. The message names the nearest.",
 )
-page("LN002", "pipeline text", "A pipeline is `pass{option=value other=value},pass,...`; the message gives the column.")
+page(
+    "LN002",
+    "pipeline text",
+    """A pipeline is `pass{option=value other=value},pass,...`, of at most 256 passes; the message gives the column.""",
+)
 page(
     "LN003",
     "option",
@@ -75,8 +79,18 @@ page(
     """TorchScript graphs are recognised and not read. Go back to the Python module and give
      it as `pkg.module:callable`, or save it with torch.export.save.""",
 )
-page("LN015", "damaged file", "The file starts like a model but cannot be read to its end; fetch or save it again.")
-page("LN016", "weights do not fit", "The factory's module and the file disagree on names or shapes.")
+page(
+    "LN015",
+    "damaged file",
+    """The file starts like a model and cannot be read to its end, or does not hold together: weights that are declared
+     and not there, a program that contradicts itself, more than the writer writes. Fetch or save it again.""",
+)
+page(
+    "LN016",
+    "weights do not fit",
+    """The factory's module and the file disagree on names or shapes, or a config asks for a network far larger than the
+     weights that stand beside it.""",
+)
 page("LN017", "remote code refused", "This checkpoint brings Python code of its own; --trust-remote-code runs it.")
 page("LN018", "missing package", "Reading this form needs a package that is not installed.")
 page(
@@ -91,7 +105,11 @@ page(
     """The inputs could not be inferred. Give each as `--input name=dtype[d0,d1]` (a named
      dimension stays dynamic) or as an .npz or .pt file.""",
 )
-page("LN021", "input specification", "`--input` is `name=dtype[d0,d1,...]` or an .npz or .pt file of named arrays.")
+page(
+    "LN021",
+    "input specification",
+    "`--input` is `name=dtype[d0,d1,...]`, of at most 32 axes, or an .npz or .pt file of named arrays.",
+)
 page(
     "LN022",
     "calibration data",
@@ -328,7 +346,8 @@ page(
     "LN030",
     "invalid ONNX model",
     """The file is ONNX and breaks its rules: a value that nothing makes, a cycle, a tensor whose size and content
-     disagree, an operator of an unknown domain. Check it with onnx.checker, or export it again.""",
+     disagree, an operator of an unknown domain. Check it with onnx.checker, or export it again. Where ONNX Runtime's
+     process dies on it, the file shows a fault of ONNX Runtime; so may a file of which nothing is wrong.""",
 )
 page(
     "LN031",
