@@ -466,7 +466,7 @@ def mutant(content: Content, seed: int) -> bytes:
     return bytes(whole)
 
 
-@pytest.mark.parametrize("seed", rows(range(600), sample=range(40)))
+@pytest.mark.parametrize("seed", rows(range(600), sample=range(20)))
 def test_mutants_run_nothing_and_are_told_in_one_line(
     content: Content, watched: Path, seed: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,7 @@ def test_writing_needs_a_flag_and_the_report_says_why(
     assert any(ON_MEAN in path for path in report["fixed_paths"])
 
 
+@pytest.mark.exhaustive
 def test_commands_that_only_look_say_so_and_refuse_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ok("export", "zoo.choices:mean", *INPUT, "--target", "cpu", "-o", "a.onnx", "--accept-fixed-paths")

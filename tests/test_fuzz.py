@@ -38,7 +38,7 @@ FOUND = (
 """Nets that showed a fault, by what is not plain in them: wrong edits, or pictures that do not hold."""
 
 
-@pytest.mark.parametrize("index", rows(range(len(FOUND)), sample=(0, 1)))
+@pytest.mark.parametrize("index", rows(range(len(FOUND)), sample=(1,)))
 def test_what_was_found_stays_mended(index: int) -> None:
     seed, strange = FOUND[index]
     assert judging.trouble(judging.judge(seed, nets.plain_but(seed, strange))) == []

@@ -38,6 +38,7 @@ def overflowing() -> tuple[Any, Tensor, list[dict[str, Tensor]]]:
     return net.Encoder().eval(), torch.randint(0, net.WORDS, (4, net.LENGTH)), batches
 
 
+@pytest.mark.exhaustive
 def test_a_stream_that_overflows_fp16_fits_after_the_preset(overflowing: Any, tmp_path: Path) -> None:
     model, ids, batches = overflowing
     with torch.no_grad():

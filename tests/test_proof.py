@@ -165,6 +165,7 @@ def test_an_edit_that_is_wrong_is_found_left_out_and_refused(form: str, forgetfu
     assert lnr.verify(program, pipeline.run(program, verify=False).program)["verdict"] == "different"
 
 
+@pytest.mark.exhaustive
 def test_the_command_says_so_and_writes_nothing(
     forgetful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

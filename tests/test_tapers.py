@@ -32,7 +32,7 @@ MOVES = {
 
 
 SAMPLE = (
-    ("gpt2", "peri"), ("gpt2", "post"), ("llama", "output"), ("bert", "peri"),
+    ("gpt2", "peri"), ("llama", "output"), ("bert", "peri"),
 )  # fmt: skip
 
 
