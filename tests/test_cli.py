@@ -115,6 +115,7 @@ def test_inspect_draws_a_map_and_answers_in_json() -> None:
     assert ok("inspect", TINY, "-q").stdout == "pre\n"
 
 
+@pytest.mark.exhaustive
 def test_inspect_folds_long_models_within_100_columns() -> None:
     result = ok("inspect", "test_cli:deep")
     assert "× 40" in result.stdout and "0…39" in result.stdout

@@ -198,6 +198,7 @@ def test_the_command_line_from_a_model_to_a_timed_file(tmp_path: Path) -> None:
     assert lnrewrite("bench", peri, cpu, "--rounds", "1")[1].count("\n") == 5
 
 
+@pytest.mark.exhaustive
 def test_no_verify_is_loud_and_pt2_is_not_made_of_onnx(tmp_path: Path) -> None:
     path = str(tmp_path / "m.onnx")
     code, _, err = lnrewrite("export", "demo:tinygpt", "-o", path, "--target", "generic", "--no-verify", "-q")

@@ -92,7 +92,7 @@ RMS = "fold-affine,layernorm-to-rmsnorm"
 CASES = (("llama", "place{to=peri}"), ("gpt2", RMS), ("gpt2", "place{to=post}"), ("t5", "place{to=peri}"))
 
 
-@pytest.mark.parametrize(("name", "text"), rows(CASES, sample=CASES[:1]))
+@pytest.mark.parametrize(("name", "text"), rows(CASES, sample=[]))
 def test_round_trips_without_lnrewrite(name: str, text: str, room: Path, tmp_path: Path) -> None:
     """Peri and post of three families, and a LayerNorm model turned RMSNorm on disk: same logits in a fresh process."""
     living = opened(room / name)

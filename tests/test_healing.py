@@ -170,6 +170,7 @@ def test_gains_and_biases_never_decay(pair: Any) -> None:
     assert any("norm_out" in n for n, p in named.items() if id(p) not in decayed)
 
 
+@pytest.mark.exhaustive
 def test_a_living_module_is_healed_in_place() -> None:
     module, inputs = zoo.build("llama")
     teacher = lnr.convert(module, "peri", kwargs=inputs, live=True)  # any other placement: a pair is a pair

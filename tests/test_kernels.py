@@ -251,6 +251,7 @@ print("same")
 """
 
 
+@pytest.mark.exhaustive
 def test_triton_matches_float64_in_its_interpreter() -> None:
     """bfloat16 to 3 units in the last place: the interpreter cuts off what a GPU rounds."""
     pytest.importorskip("triton")
