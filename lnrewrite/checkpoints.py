@@ -62,20 +62,17 @@ def empty_model(form: Form, dtype: torch.dtype, *, trust_remote_code: bool = Fal
 @contextlib.contextmanager
 def _meta_parameters() -> Iterator[None]:
     """Let every parameter that a module registers be on the meta device: its memory is never touched."""
-    import torch
+    from torch.nn import Parameter
+    from torch.nn.modules.module import register_module_parameter_registration_hook
 
-    register = torch.nn.Module.register_parameter
+    def moved(module: torch.nn.Module, name: str, param: Parameter | None) -> Parameter | None:
+        return None if param is None or param.is_meta else Parameter(param.detach().to("meta"), param.requires_grad)
 
-    def registered(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = torch.nn.Parameter(param.detach().to("meta"), param.requires_grad)
-        register(module, name, param)
-
-    torch.nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
+    hook = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]  # it may return a parameter
     try:
         yield
     finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()
 
 
 def _config(form: Form, remote: bool) -> Any:

@@ -189,8 +189,9 @@ def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, An
         modules = [runnable(defined)]
         if DOMAIN in defined.graph.opset_imports and find() is not None:
             modules.append(runnable(read(file, str(output), inline=False)))
-        proofs = [proof(program, m, bound) | {"dtype": m.precision, "notes": m.notes} for m in modules]
+        proofs = [proof(program, module, bound) | {"dtype": module.precision} for module in modules]
         found = max(proofs, key=lambda row: float(row["max_rel"]))
+        found["notes"] = list(dict.fromkeys(note for module in modules for note in module.notes))
     except LnrewriteError as error:
         remedy = error.remedy if error.code == "LN020" else remedy  # inputs that it names
         raise LnrewriteError("LN403", str(output), error.why, remedy) from error

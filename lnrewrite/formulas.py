@@ -26,8 +26,8 @@ _SUMS, _PRODUCTS = {"Add"}, {"Mul"}
 _POWERS = {"Pow", "PowByNatural", "FloatPow", "LShift", "RShift"}
 _DIVISIONS = {"FloorDiv", "CleanDiv", "CeilDiv", "IntTrueDiv", "FloatTrueDiv", "Mod", "PythonMod", "ModularIndexing"}
 _OTHERS = re.compile(
-    "Integer|Rational|Tuple|Max|Min|Abs|Mod|PythonMod|FloorDiv|CleanDiv|CeilDiv|IntTrueDiv|FloatTrueDiv"
-    "|ModularIndexing|CeilToInt|FloorToInt|TruncToInt|TruncToFloat|RoundToInt|RoundDecimal|ToFloat|Identity|Where"
+    "Integer|Rational|Tuple|Max|Min|Abs"
+    "|CeilToInt|FloorToInt|TruncToInt|TruncToFloat|RoundToInt|RoundDecimal|ToFloat|Identity|Where"
     "|Piecewise|ExprCondPair|IsNonOverlappingAndDenseIndicator|And|Or|Not|Eq|Ne|Ge|Gt|Le|Lt|Equality|Unequality"
     "|GreaterThan|StrictGreaterThan|LessThan|StrictLessThan|floor|ceiling|sqrt|log|min|max|abs|int|float|ceil|trunc|round"
     "|OpaqueUnaryFn_[a-z0-9]{1,20}|BitwiseFn_bitwise_(and|or|xor)"
@@ -211,7 +211,7 @@ def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], guard: b
         raise Forbidden("too wide a division")
     if name in _SUMS | _PRODUCTS:
         return _joined(ast.Add() if name in _SUMS else ast.Mult(), parts)
-    if _OTHERS.fullmatch(name):
+    if name in _DIVISIONS or _OTHERS.fullmatch(name):
         return _joined(None, parts)
     raise Forbidden(name[:40])
 

@@ -192,7 +192,7 @@ def _read(spec: str) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
     return tuple(held), {}
 
 
-PLAIN = "save named tensors, without pickled objects"
+REMEDY = "save named tensors, without pickled objects"
 
 
 def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Tensor]:
@@ -222,17 +222,17 @@ def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Ten
                 named = unsafe_names(stream)
             if named:
                 why = f"to read it would run {', '.join(name[:60] for name in named[:4])}"
-                raise LnrewriteError(code, what, why, PLAIN)
+                raise LnrewriteError(code, what, why, REMEDY)
             held = torch.load(path, map_location="cpu", weights_only=True)
     except LnrewriteError:
         raise
     except Damaged as error:
-        raise LnrewriteError(code, what, str(error), PLAIN) from error
+        raise LnrewriteError(code, what, str(error), REMEDY) from error
     except OSError as error:
         raise LnrewriteError(code, what, f"it cannot be read: {error}", "check the file") from error
     except Exception as error:  # numpy, torch and safetensors raise various errors for content they do not take
         why = f"it does not hold plain tensors ({type(error).__name__})"
-        raise LnrewriteError(code, what, why, PLAIN) from error
+        raise LnrewriteError(code, what, why, REMEDY) from error
     tensors = held.values() if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else [held]
     if not tensors or not all(isinstance(t, Tensor) for t in tensors):
         raise LnrewriteError(

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..diagnostics import LnrewriteError, told
 from ..quiet import untraced
-from .captured import CapturedModule, unlift
+from .captured import CapturedModule, trees, unlift
 from .checked import check, others, run
 from .fixed import drop_settled, fixed_paths, mark, other_path, read_by
 
@@ -110,7 +110,7 @@ def _are_of(module: CapturedModule, inputs: tuple[tuple[Any, ...], dict[str, Any
         return not plain or a.context == b.context and all(map(alike, a.children(), b.children()))
 
     leaves, found = pytree.tree_flatten(inputs)
-    if not alike(module.graph._codegen.pytree_info.in_spec, found):  # type: ignore[attr-defined]
+    if not alike(trees(module).in_spec, found):
         return False
     tensors = [(t.dtype, t.dim()) for t in leaves if isinstance(t, torch.Tensor)]
     return tensors == [(t.dtype, t.dim()) for t in _placeholders(module)]

@@ -170,9 +170,14 @@ def _dropout_rate(node: fx.Node, rates: Mapping[str, Any]) -> float | None:
     return None
 
 
+def trees(module: fx.GraphModule) -> Any:
+    """Return how inputs and outputs nest: `in_spec` and `out_spec`, for which torch has no public name."""
+    return module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+
+
 def _drop_constants(module: fx.GraphModule, names: tuple[str, ...], frozen: str) -> Signature:
     """Take inputs that are no tensors out of the graph and its calling convention."""
-    info = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info = trees(module)
     placeholders = iter([n for n in module.graph.nodes if n.op == "placeholder"])
     args_spec, kwargs_spec = info.in_spec.children()
     constants: dict[str, Any] = {}
@@ -225,7 +230,7 @@ def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) 
 
 def with_plain_outputs(module: CapturedModule) -> CapturedModule:
     """Return the module giving a plain dict where it gave a library's output class, so that torch alone can load it."""
-    info = module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    info = trees(module)
     spec = info.out_spec
     if spec is None or spec.type in {None, dict, tuple, list, torch.Tensor}:
         return module

@@ -18,7 +18,7 @@ from ..detect.found import Found
 from ..diagnostics import LnrewriteError
 from ..stream import Kind, Norm
 from .capture import export_again, quiet
-from .captured import CapturedModule, register, stored
+from .captured import CapturedModule, register, stored, trees
 from .fixed import ASSERT
 from .lift import lift, parameter_names
 from .onnx_norms import ONES, OPERATORS, SITE
@@ -303,7 +303,7 @@ def _clean(model: ir.Model, module: CapturedModule) -> None:
 
 def _name(model: ir.Model, module: CapturedModule) -> None:
     """Name inputs as the original's arguments, and outputs by their keys."""
-    info, s = module.graph._codegen.pytree_info, module.signature  # type: ignore[attr-defined]
+    info, s = trees(module), module.signature
     specs = [spec for side in info.in_spec.children() for spec in side.children()]
     arguments = zip((*s.positional, *s.keywords), specs, strict=True)
     taken = [name for argument, spec in arguments for name in _leaves(spec, argument)]

@@ -85,9 +85,10 @@ class Session:
     """
 
     def __init__(self, model: str | bytes, size: int, level: str, library: str | None = None) -> None:
-        self.level, self._server = level, _server(os.getpid())
+        self.level, self._process = level, os.getpid()
+        self._server = _server(self._process)
         if self._server is None:
-            with _telling():
+            with _failing():
                 self._here = onnx_server.opened(model, level, library)
             return
         self._number = self._server.number()
@@ -99,18 +100,18 @@ class Session:
     @property
     def gone(self) -> bool:
         """Return whether the process died, or is another one's: then the model is to be opened again."""
-        return self._server is not None and (bool(self._server.died) or self._server is not _server(os.getpid()))
+        return self._server is not None and (bool(self._server.died) or self._process != os.getpid())
 
     def __call__(self, feed: Mapping[str, np.ndarray]) -> Arrays:
         """Return the outputs by name. Raises Failed, or Died."""
         if self._server is None:
-            with _telling():
+            with _failing():
                 return onnx_server.outputs(self._here, feed)
         return self._server.ask({"session": self._number}, feed)
 
 
 @contextmanager
-def _telling() -> Iterator[None]:
+def _failing() -> Iterator[None]:
     """Raise Failed for what ONNX Runtime raises: it has no common base class of its errors."""
     try:
         yield

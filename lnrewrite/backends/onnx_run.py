@@ -147,10 +147,10 @@ def load(model: ir.Model) -> Session:
         import onnxruntime
 
         register(onnxruntime.SessionOptions(), "the model")  # raises where it does not load
+    if (size := bytes_of(model)) <= ONE_FILE:
+        return _opened(ir.to_proto(whole(model)).SerializeToString(), size, library)
     with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:
-        if bytes_of(model) > ONE_FILE:
-            return _opened(str(write(model, Path(folder) / "model.onnx")[0]), bytes_of(model), library)
-        return _opened(ir.to_proto(whole(model)).SerializeToString(), bytes_of(model), library)
+        return _opened(str(write(model, Path(folder) / "model.onnx")[0]), size, library)
 
 
 def _opened(model: str | bytes, size: int, library: Path | None) -> Session:

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from math import prod
 from typing import Any, BinaryIO
@@ -81,36 +81,37 @@ def bounded(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
 
+Held = dict[int, tuple[Any, int]]
+"""Sessions by number, each with the bytes of its weights."""
+
+
 def serve(source: BinaryIO, to: BinaryIO) -> None:
     """Open, run and forget sessions as messages say, until there are none; answer with outputs or with what failed."""
-    sessions: dict[int, Any] = {}
-    sizes: dict[int, int] = {}
+    sessions: Held = {}
     send(to, {}, {})  # ready
-    while True:
-        try:
-            said, arrays = receive(source)
-        except EOFError:
-            return
-        for number in said["forget"]:
-            sessions.pop(number, None)
-        try:
-            if "level" in said:
-                model = said["path"] or arrays.pop("model").tobytes()
-                sizes[said["session"]] = size = said["bytes"]
-                bounded(SPARE + PER_BYTE * size)
-                sessions[said["session"]] = opened(model, said["level"], said["library"])
-                found: Arrays = {}
-            else:
-                given = sum(array.nbytes for array in arrays.values())
-                bounded(SPARE + PER_BYTE * sizes[said["session"]] + PER_INPUT * given)
-                found = outputs(sessions[said["session"]], arrays)
-        except Exception as why:  # ONNX Runtime has no common base class of its errors
-            send(to, {"why": str(why) or type(why).__name__}, {})
-        else:
-            send(to, {}, found)
+    with suppress(EOFError):
+        while True:
+            send(to, *answer(sessions, *receive(source)))
 
 
-def main(_: Sequence[str] = ()) -> None:
+def answer(sessions: Held, said: Mapping[str, Any], arrays: Arrays) -> tuple[dict[str, str], Arrays]:
+    """Do what a message says. Return why it failed, or the outputs."""
+    for number in said["forget"]:
+        sessions.pop(number, None)
+    try:
+        if "level" in said:
+            bounded(SPARE + PER_BYTE * said["bytes"])
+            model = said["path"] or arrays.pop("model").tobytes()
+            sessions[said["session"]] = opened(model, said["level"], said["library"]), said["bytes"]
+            return {}, {}
+        session, size = sessions[said["session"]]
+        bounded(SPARE + PER_BYTE * size + PER_INPUT * sum(array.nbytes for array in arrays.values()))
+        return {}, outputs(session, arrays)
+    except Exception as why:  # ONNX Runtime has no common base class of its errors
+        return {"why": str(why) or type(why).__name__}, {}
+
+
+def main() -> None:
     """Serve on stdin and stdout; what is printed here goes to stderr."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     to = os.fdopen(os.dup(1), "wb")

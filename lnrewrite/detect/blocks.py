@@ -315,10 +315,8 @@ class _Detector:
     ) -> list[Barrier]:
         """Return what stands between a branch's linears, or its norms, and the trunk."""
         found = []
-        if others := [o for e in edges for o in e.others]:
-            found.append(Barrier(Side.READ, self.kind(others[0])))
-        if ends.others:
-            found.append(Barrier(Side.WRITTEN, self.kind(ends.others[0])))
+        for side, others in ((Side.READ, [o for e in edges for o in e.others]), (Side.WRITTEN, ends.others)):
+            found += [Barrier(side, self.kind(o)) for o in others[:1]]
         heads = {f.output for f in entries}
         raw = [self.kind(u) for u in self.behind(join.root, region) if self.inside.get(u) not in heads]
         turned = [f for f in entries if not found and self.followed(f.source, f.axis, join.root) is None]

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from ..backends.captured import CapturedModule, stored
+from ..backends.captured import CapturedModule, stored, trees
 from ..program import Program
 from ..stream import Kind, sums
 from .tapers import Taper
@@ -60,7 +60,7 @@ class View(nn.Module):
         module, network = program.module(), program.network
         self.detached = self.recompute = False
         self.register_buffer("powers", torch.tensor([float(t.going) for t in tapers]))
-        self._spec = module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
+        self._spec = trees(module).out_spec
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         self._result = graph.graph_copy(module.graph, copies)
