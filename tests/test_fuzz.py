@@ -59,4 +59,4 @@ def test_what_two_versions_do_is_compared() -> None:
     new = {0: {"seed": 0, "capture": "right", "runs": {"exact": less, "fp16": less}}}
     assert "3 edits then, 1 now (33.3%)" in tables.compared(old, new)
     assert "-2 net 0 exact: {'fold-affine': '3 -> 1'}; refusals more: LN101 2" in tables.compared(old, new)
-    assert "wrong      1, in 1 nets" in tables.summary(old.values())
+    assert "wrong        1, in 1 nets" in tables.summary(old.values())

@@ -53,7 +53,7 @@ def _run(seeds: range, jsonl: Path | None) -> None:
             click.echo(line)
     rows = [known[seed] for seed in seeds]
     click.echo(tables.summary(rows))
-    sys.exit(any(what != "caught" for row in rows for _, what, _ in judging.trouble(row)))
+    sys.exit(any(what not in ("caught", "contradicted") for row in rows for _, what, _ in judging.trouble(row)))
 
 
 def _show(seed: int) -> None:

@@ -132,10 +132,10 @@ def _split(c: Choices, width: int, axis: int) -> nn.Module:
 
 
 def _routed(c: Choices, width: int, axis: int) -> nn.Module:
-    """Return a branch that works on the tokens that a router chooses (mixture of depths)."""
+    """Return a branch that works on the tokens that a router chooses (mixture of depths), of equal ones the last."""
 
     def run(s: Piece, h: Tensor, x: Tensor, more: dict[str, Any]) -> Tensor:
-        score = s.router(h)
+        score = s.router(h) + torch.arange(h.shape[1]).to(h)[:, None] / 100
         chosen = score.topk(2, 1).indices.expand(-1, -1, h.shape[-1])
         found = s.down(torch.tanh(s.up(h.gather(1, chosen))))
         return torch.zeros_like(h).scatter_add(1, chosen, found)

@@ -135,11 +135,16 @@ def _said(error: Exception) -> str:
 
 
 def trouble(row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return what is wrong with a net's row: the pipeline, wrong, crash or caught, and why."""
+    """Return what is wrong with a net's row: the pipeline, wrong, crash, caught or contradicted, and why.
+
+    Caught is an edit that the proof refuses, contradicted a claim of the picture that its certification refuses:
+    both are faults, and neither gives a wrong number.
+    """
     found = []
     if row["capture"].startswith(("invalid", "crash", "wrong")):
         found.append(("capture", row["capture"].partition(":")[0], row["capture"]))
-    found += [("picture", "crash" if why.startswith("crash") else "wrong", why) for why in row.get("picture", ())]
+    for why in row.get("picture", ()):
+        found.append(("picture", "crash" if why.startswith("crash") else "contradicted", why))
     for name, run in row["runs"].items():
         if run["verdict"] in ("wrong", "crash"):
             found.append((name, run["verdict"], run["why"]))

@@ -28,7 +28,7 @@ def told(row: Mapping[str, Any]) -> list[str]:
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the closing table: how many are wrong, crash, or were caught, edits by pass and refusals by code."""
+    """Return the closing table: how many are wrong, crash, are contradicted or caught, edits by pass and refusals by code."""
     rows = list(rows)
     troubles = [(row["seed"], *each) for row in rows for each in trouble(row)]
     runs = [run for row in rows for run in row["runs"].values()]
@@ -38,13 +38,13 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
         codes.update(run.get("codes", {}))
         passes.update(line.partition(" ")[0] for line in run.get("caught", ()))
     captures = Counter(row["capture"].partition(":")[0] for row in rows)
-    nets = {what: len({t[0] for t in troubles if t[2] == what}) for what in ("wrong", "crash", "caught")}
+    nets = {what: len({t[0] for t in troubles if t[2] == what}) for what in ("wrong", "crash", "contradicted", "caught")}
     lines = [
         f"{len(rows)} nets, {len(runs)} runs, {sum(row.get('seconds', 0) for row in rows):.0f} s of CPU",
-        f"captures   {_counted(captures)}",
-        *(f"{what:<10} {sum(t[2] == what for t in troubles)}, in {nets[what]} nets" for what in nets),
-        f"edits      {sum(edits.values())}: {_counted(edits)}",
-        f"refusals   {sum(codes.values())}: {_counted(codes)}",
+        f"captures     {_counted(captures)}",
+        *(f"{what:<12} {sum(t[2] == what for t in troubles)}, in {nets[what]} nets" for what in nets),
+        f"edits        {sum(edits.values())}: {_counted(edits)}",
+        f"refusals     {sum(codes.values())}: {_counted(codes)}",
     ]
     if passes:
         lines.append(f"caught by pass: {_counted(passes)}")
