@@ -72,7 +72,9 @@ def _change(message: Message, field: FieldDescriptor, draw: random.Random) -> No
         message.ClearField(field.name)
         return
     value: Any = draw.choice(NUMBERS)
-    if field.type in (FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_ENUM):
+    if field.type == FieldDescriptor.TYPE_ENUM:
+        value = draw.choice(field.enum_type.values).number
+    elif field.type == FieldDescriptor.TYPE_INT32:
         value = max(-(1 << 31), min(value, (1 << 31) - 1))
         value = draw.randrange(24) if draw.randrange(2) else value
     elif field.type == FieldDescriptor.TYPE_UINT64:

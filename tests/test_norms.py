@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lnrewrite as lnr
 from lnrewrite.detect.found import Found
 from lnrewrite.detect.norms import find_norms
-from zoo.nets import Net, stack
+from zoo.nets import Mlp, Net, Residual, stack
 from zoo.norms import SPELLINGS, WIDTH, WRONG, Factory, Power, WrittenBatch, randomise
 
 
@@ -44,6 +44,28 @@ def test_spelling(name: str) -> None:
     assert (norm.plus_one, norm.computed) == (truth.plus_one, truth.computed)
     if norm.gamma and not norm.computed:
         assert norm.gamma.startswith("norm.")
+
+
+class Clamped(nn.Module):
+    """RMSNorm whose mean square is clamped from below."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, True).clamp_min(1e-6)) * self.weight
+
+
+def test_a_row_of_zeros_stays_what_a_clamped_norm_makes_of_it() -> None:
+    net = Net(Residual(Mlp(), inn=Clamped), final=Clamped).eval()
+    with torch.no_grad():
+        net.embedding.weight[0], net.position[1] = 0, 0
+        net.layers[0].branch.down.bias.zero_(), net.layers[0].branch.up.bias.zero_()
+    result = lnr.Pipeline.preset("exact").run(lnr.capture(net, (torch.ones(2, 4, dtype=torch.long),)))
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    assert result.report.edits
+    torch.testing.assert_close(result.program.module()(ids), net(ids))
 
 
 @pytest.mark.parametrize("name", WRONG)

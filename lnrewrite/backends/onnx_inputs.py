@@ -16,7 +16,7 @@ from .onnx_run import TORCH
 
 Sizes = dict[str, int]
 TRIALS = 600
-MOST = 1 << 26
+MOST = 1 << 24
 """How many numbers an input that is made up may have."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -151,8 +152,8 @@ def shape(value: ir.Value) -> tuple[int | str, ...] | None:
 
 def size(dimension: int | ir.SymbolicDim) -> int | str | None:
     """Return a dimension's number, also one that stands there as a name ("4"), its name, or None."""
-    named = dimension if isinstance(dimension, int) else dimension.value
-    return int(named) if isinstance(named, str) and named.isdecimal() and named.isascii() else named
+    named = dimension if isinstance(dimension, int) else dimension.value or None
+    return int(named) if isinstance(named, str) and re.fullmatch("[0-9]{1,18}", named) else named
 
 
 def dtype(value: ir.Value) -> str:

@@ -45,6 +45,8 @@ STATISTIC = {
     "clamp",
 }
 TOLERANCE = 1e-9
+CLAMPED = 1e-30
+"""The eps of a norm whose statistic is clamped from below: a row of zeros stays one, and others are not changed."""
 UNKNOWN = "it is left as it is; report this spelling if it is a norm that should be known"
 
 
@@ -229,6 +231,10 @@ def _prove(graph: OpGraph, source: str, op: Op, ops: list[Op]) -> tuple[Found | 
         gain = _fit(factor * unit(kind, rows, eps, variant), wanted)
         if gain is None:
             continue
+        if not eps:
+            with np.errstate(all="ignore"):
+                empty = run(ops, {**parameters, source: np.zeros_like(x)}, op.name)
+            eps = CLAMPED if np.isfinite(empty).all() else 0.0
         norm = _describe(graph, Norm(kind, eps, factor=factor, axis=axis), gain, parameters)
         if norm is None:
             continue
