@@ -34,6 +34,7 @@ FOUND = (
     (604, {"shape": "two towers", "block0.branch.down.linear": "stored transposed"}),
     (465, {"layout": "channels first", "depth": "3", "all.placement": "post", "all.join": "stack",
            "block2.extra": "source"}),
+    (430, {"block0.branch.kind": "attention", "block0.branch.query norm": "yes", "block0.branch.norm.kind": "batch"}),
 )  # fmt: skip
 """Nets that showed a fault, by what is not plain in them: wrong edits, or pictures that do not hold."""
 

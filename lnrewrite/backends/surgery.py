@@ -351,13 +351,14 @@ class Surgery(Generic[Handle]):
             self.editor.transform(reader.param, reader.axis, self.along(op.scale, transposed=True))
 
     def scale(self, op: ScaleWriter) -> None:
-        """W <- scale W, c <- scale c + shift, where a vector stands for a diagonal matrix."""
+        """W <- scale W, c <- scale c + shift; a vector is a diagonal matrix, and stands for each head's channels."""
         writer, by = op.writer, self.along(op.scale)
         self.editor.transform(writer.param, writer.axis, by)
         if bias := self.bias(writer):
             self.editor.transform(bias, None, by)
         if op.shift is not None:
-            self.add_bias(writer, self.value(op.shift))
+            shift, channels = self.value(op.shift), next(self.editor.rows(writer.param, writer.axis)).shape[-1]
+            self.add_bias(writer, np.tile(shift, channels // shift.size))
 
     # ---- parameters ----
 
