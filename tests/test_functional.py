@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.nn import functional as F
 
 import lnrewrite as lnr
+from zoo.nets import VOCAB, WIDTH, Mlp, Net
 
 # Maps of x [batch, 6, 8]: spelled as they are or otherwise, and those that have to be traced again.
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -78,3 +79,43 @@ def test_parameters_that_nothing_reads_stay_in_place() -> None:
     module = Spare().eval()
     captured = lnr.capture(module, (torch.randn(2, 6, 8),)).module()
     assert [n for n, _ in captured.named_parameters()] == [n for n, _ in module.named_parameters()]
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "alpha": lambda x, f, v: torch.add(x, f, alpha=0.5),
+    "a sum that begins at 0": lambda x, f, v: sum([x, f]),  # type: ignore[arg-type, return-value]
+    "lerp by a number": lambda x, f, v: torch.lerp(x, f, 0.3),
+    "lerp by channel": lambda x, f, v: torch.lerp(x, f, v),
+    "addcmul": lambda x, f, v: torch.addcmul(x, f, v, value=2.0),
+    "addcdiv": lambda x, f, v: torch.addcdiv(x, f, v),
+    "addmm": lambda x, f, v: torch.addmm(x.flatten(0, 1), f.flatten(0, 1), torch.diag(v)).view_as(x),
+    "baddbmm": lambda x, f, v: torch.baddbmm(x, f, torch.diag(v).expand(len(f), -1, -1), beta=0.9, alpha=1.1),
+    "stack": lambda x, f, v: torch.stack([x, f], -2).sum(-2),
+    "mean of a stack": lambda x, f, v: torch.stack([x, f]).mean(0),
+}
+
+
+class Summed(nn.Module):
+    """Let a branch's value join its stream in one of the ways."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.branch, self.name = nn.Sequential(nn.LayerNorm(WIDTH), Mlp()), name
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SUMS[self.name](x, self.branch(x), self.scale)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_whatever_adds_to_a_stream_is_seen_as_a_sum(name: str) -> None:
+    torch.manual_seed(0)
+    net = Net(Summed(name), Summed(name), final=nn.LayerNorm).double().eval()
+    ids = torch.randint(VOCAB, (2, 5))
+    program = lnr.capture(net, (ids,))
+    assert [b.placement for s in program.network.streams for b in s.blocks] == ["pre", "pre"]
+    result = lnr.Pipeline.parse("fold-affine,rescale-stream{by=0.5}").run(program, partial=True)
+    assert result.report.edits
+    more = [torch.randint(VOCAB, (3, 6))] if len(program.dynamic_axes()["ids"]) == 2 else []  # not behind a baddbmm
+    for given in (ids, *more):
+        torch.testing.assert_close(result.program.module()(given), net(given), rtol=1e-12, atol=1e-12)

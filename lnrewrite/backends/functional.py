@@ -14,6 +14,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from .sums import SUMS
+
 aten = torch.ops.aten
 Spelling = Callable[[fx.Node], Any]
 """Return the target, arguments and keywords of the operator that a node means; None where it is its first argument."""
@@ -95,6 +97,7 @@ def _turned(node: fx.Node) -> Any:
 
 
 SPELLINGS: dict[Any, Spelling] = {
+    **SUMS,
     **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other), _cast),
     **dict.fromkeys((aten.contiguous.default, aten.lift_fresh_copy.default), _copy),
     aten.chunk.default: _chunk,

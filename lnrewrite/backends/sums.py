@@ -1,0 +1,91 @@
+"""Spell what adds to a value, in whatever operator it does so, as an `add` of it and of what was computed before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+Spelled = tuple[Any, tuple[Any, ...], dict[str, Any]] | None
+
+
+def made(node: Any, target: Any, *args: Any) -> fx.Node:
+    """Return a new call right before `node`, in the same module; neither stands as such at a line of the source."""
+    with node.graph.inserting_before(node):
+        call: fx.Node = node.graph.call_function(target, args)
+    call.meta = {**node.meta, "custom": dict(node.meta.get("custom") or {})}
+    for each in (node, call):
+        each.meta.pop("stack_trace", None)
+    with torch.no_grad():
+        call.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    return call
+
+
+def _plus(node: Any, x: Any, *terms: Any) -> Spelled:
+    """Spell a node as x plus terms."""
+    for term in terms[:-1]:
+        x = made(node, aten.add.Tensor, x, term)
+    return aten.add.Tensor, (x, terms[-1]), {}
+
+
+def _times(node: Any, value: Any, by: Any) -> Any:
+    return value if by == 1 else made(node, aten.mul.Tensor, value, by)
+
+
+def _same(node: Any) -> Spelled:
+    return node.target, node.args, node.kwargs
+
+
+def add(node: Any) -> Spelled:
+    """x + alpha f; and 0 + x, where Python's sum begins."""
+    (x, f), alpha = node.args, node.kwargs.get("alpha", 1)
+    if isinstance(f, int | float) and f == 0 and node.meta["val"].dtype == x.meta["val"].dtype:
+        return None
+    return _plus(node, x, _times(node, f, alpha)) if alpha != 1 and isinstance(f, fx.Node) else _same(node)
+
+
+def lerp(node: Any) -> Spelled:
+    """x + w (f - x) = (1 - w) x + w f."""
+    x, f, w = node.args
+    rest = made(node, aten.rsub.Scalar, w, 1) if isinstance(w, fx.Node) else 1 - w
+    return _plus(node, _times(node, x, rest), _times(node, f, w))
+
+
+def product(node: Any) -> Spelled:
+    """x + value a b, or x + value a / b."""
+    x, a, b = node.args
+    operator = aten.mul.Tensor if node.target is aten.addcmul.default else aten.div.Tensor
+    return _plus(node, x, _times(node, made(node, operator, a, b), node.kwargs.get("value", 1)))
+
+
+def matrices(node: Any) -> Spelled:
+    """beta x + alpha a @ b; a vector x is the bias of a linear map."""
+    x, a, b = node.args
+    if x.meta["val"].shape != node.meta["val"].shape:
+        return _same(node)
+    product = made(node, aten.mm.default if node.target is aten.addmm.default else aten.bmm.default, a, b)
+    beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
+    return _plus(node, _times(node, x, beta), _times(node, product, alpha))
+
+
+def stacked(node: Any) -> Spelled:
+    """stack([x, f], d).sum(d), or its mean."""
+    stack, dims, *rest = node.args
+    if not isinstance(stack, fx.Node) or stack.target is not aten.stack.default or rest or node.kwargs:
+        return _same(node)
+    args: Any = stack.args
+    (terms, *at), rank = args, stack.meta["val"].dim()
+    if [d % rank for d in dims or ()] != [(at or [0])[0] % rank] or stack.kwargs or len(stack.users) > 1:
+        return _same(node)
+    if node.target is aten.mean.dim:
+        terms = [made(node, aten.div.Tensor, term, len(terms)) for term in terms]
+    return _plus(node, *terms) if len(terms) > 1 else _same(node)
+
+
+SUMS = {
+    aten.add.Tensor: add, aten.lerp.Scalar: lerp, aten.lerp.Tensor: lerp, aten.addcmul.default: product,
+    aten.addcdiv.default: product, aten.addmm.default: matrices, aten.baddbmm.default: matrices,
+    aten.sum.dim_IntList: stacked, aten.mean.dim: stacked,
+}  # fmt: skip
