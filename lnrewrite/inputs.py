@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .backends.capture import dry
 from .diagnostics import LnrewriteError, did_you_mean, told
 from .output import named_path
-from .pickles import Damaged, unsafe_names
+from .pickles import Damaged, check_built, unsafe_names
 
 BATCH, LENGTH = 2, 16  # sizes of an example: sequences of 16, or shorter where a model takes no longer ones
 _SPEC = re.compile(r"([A-Za-z_]\w*)=(\w+)\[([^\[\]]*)\]")
@@ -224,6 +224,7 @@ def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Ten
                 why = f"to read it would run {', '.join(name[:60] for name in named[:4])}"
                 raise LnrewriteError(code, what, why, REMEDY)
             held = torch.load(path, map_location="cpu", weights_only=True)
+            check_built(held)
     except LnrewriteError:
         raise
     except Damaged as error:

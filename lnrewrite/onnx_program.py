@@ -227,7 +227,7 @@ class OnnxProgram(Seen):
             lower(model, TARGETS[self.style], version("onnxruntime"))
         stamp(model, version=__version__, pipeline=",".join(self.done))
         bound = TOLERANCE["fp16" if held_in_half(self) else "fp32"]
-        put(model, check_output(path, force), self, bound, lambda message: None)
+        put(model, check_output(path, force), self, bound, lambda message: None, force=force)
 
     def export(self, path: str | os.PathLike[str], **how: Any) -> Any:
         """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.exporting.export`."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .diagnostics import LnrewriteError, Untrusted, code_of_others, did_you_mean, told
 from .forms import Form, Format, damaged, identify, listed, not_a_model
+from .pickles import Damaged, check_built
 from .quiet import quiet
 
 if TYPE_CHECKING:
@@ -155,8 +156,9 @@ def _open_program(form: Form) -> Opened:
         with limit, quiet("torch"), _path_of(form).open("rb") as stream:  # torch wants .pt2 of a path, not of a stream
             program = torch.export.load(stream)
     except Exception as error:  # torch raises whatever the content leads to
-        raise damaged(form.name, f"torch.export.load failed with {told(error)}") from error
-    args, kwargs = program.example_inputs or ((), {})
+        why = told(error).replace("Please check the warnings above for possible errors.", "With -v torch tells more.")
+        raise damaged(form.name, f"torch.export.load failed with {why.strip()}") from error
+    args, kwargs = _built(form, program.example_inputs or ((), {}))
     return Opened(form.format, program=program, inputs=dict(kwargs) if kwargs and not args else None)
 
 
@@ -250,7 +252,7 @@ def _read_pickle(form: Form, trust_pickle: bool) -> Any:
     try:
         if not form.unsafe:
             with contextlib.suppress(pickle.UnpicklingError), warnings.catch_warnings(action="ignore"):
-                return torch.load(_path_of(form), map_location="cpu", weights_only=True)
+                return _built(form, torch.load(_path_of(form), map_location="cpu", weights_only=True))
             if not trust_pickle:  # harmless names in a pickle that torch's restricted reader does not understand
                 why = "torch cannot read it without unpickling (another pickle protocol, or unusual content)"
                 remedy = "save it with torch.save's default protocol, or trust the file with --trust-pickle"
@@ -264,6 +266,15 @@ def _read_pickle(form: Form, trust_pickle: bool) -> Any:
     except Exception as error:  # a pickle's own code may raise anything
         remedy = "run where its code is importable, or save the weights alone and give --factory"
         raise LnrewriteError("LN029", f"model {form.name!r}", told(error), remedy) from error
+
+
+def _built(form: Form, held: Any) -> Any:
+    """Return what was read, its tensors made of what the file holds. Raises LN015."""
+    try:
+        check_built(held)
+    except Damaged as error:
+        raise damaged(form.name, str(error)) from error
+    return held
 
 
 def _is_state(held: Mapping[Any, Any]) -> bool:

@@ -4,7 +4,8 @@ A pickle is a program: its GLOBAL operations import names and its REDUCE operati
 runs nothing. `torch.load(weights_only=True)` allows a short list of names that only build tensors
 (torch/_weights_only_unpickler.py `_get_allowed_globals`); every other name is reported, so that a user knows what
 --trust-pickle would run. Reported too are sparse and nested tensors, which tell where in memory to read: torch checks
-the former only from 2.14 on (torch/serialization.py `_load`), and 2.15 allows the latter no more.
+the former only from 2.14 on (torch/serialization.py `_load`), and 2.15 allows the latter no more; and bytearrays, which
+take as much memory as a number says.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pickletools
 import re
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import deque
-from typing import IO
+from typing import IO, Any
 
 from .zips import Damaged as Damaged
 from .zips import Members
@@ -26,7 +27,8 @@ PLAIN = re.compile(r"[\w .#:/*-]*")
 
 _STRINGS = {"STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _SAVED = re.compile(r"data\.pkl|version|byteorder|\.format_version|\.storage_alignment|\.data/\w+|data/\d+")
-_UNCHECKED = re.compile(r"torch\._utils\._rebuild_(sparse|nested)_tensor|torch\.sparse\..+")
+_UNCHECKED = re.compile(r"torch\._utils\._rebuild_(sparse|nested)_tensor|torch\.sparse\..+|builtins\.bytearray")
+_SMALL, _REPEATED = 1 << 24, 64  # bytes that any tensor may stand for; how often a larger one may repeat its storage
 _OPERATIONS = 10_000_000  # of one pickle; weights and an optimizer's state take some ten for each tensor
 _PICKLE_LIMIT = 64 * 2**20  # bytes
 _UNREADABLE = "a name computed at run time"
@@ -96,6 +98,17 @@ def unsafe_names(stream: IO[bytes], plain: bool = False) -> tuple[str, ...]:
         unsafe |= {f"the text {text[:60]!r}" for text in texts if not PLAIN.fullmatch(text)}
         unsafe |= names & {"_codecs.encode"}
     return tuple(sorted(unsafe))
+
+
+def check_built(held: Any) -> None:
+    """Raise Damaged where a tensor in `held` stands for far more numbers than are stored (a stride of 0)."""
+    import torch
+
+    for tensor in torch.utils._pytree.tree_leaves(held):
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta:
+            size, there = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+            if size > max(_SMALL, _REPEATED * there):
+                raise Damaged(f"a tensor of {list(tensor.shape)} is made of {there} bytes")
 
 
 def _modern(module: str, name: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import zips
 from .archives import CONSTANTS, MODEL, WEIGHTS, Edit, archive, edited, replacing, root
+from .goods import saved, spread
 from .pickled import payloads
 from .place import Case, Place, inspecting
 from .zips import Entry
@@ -34,13 +34,14 @@ def key_cases() -> Iterator[Case]:
         for kind, key in keys.items():
 
             def make(place: Place, put: Callable[[Any, Any], Any] = put, key: str = key) -> bytes:
-                import torch
-
-                x, stream = torch.zeros(2, 4, 16), io.BytesIO()
-                torch.save(put(x, {key.replace("{marker!r}", repr(place.marker)): x}), stream)
-                return archive(place, {"data/sample_inputs/model.pt": stream.getvalue()})
+                x = spread(2, 4, 16).clone()
+                inputs = put(x, {key.replace("{marker!r}", repr(place.marker)): x})
+                return archive(place, {"data/sample_inputs/model.pt": saved(inputs)})
 
             yield inspecting(f"pt2: sample inputs: {kind} as a key of {name}", "m.pt2", make, (0, 1) if kind == "a word" else (1,))
+    for size in ((1 << 30, 4, 16), (2, 1 << 32, 16)):
+        yield inspecting(f"pt2: sample inputs: {list(size)} of stride 0", "m.pt2", lambda place, size=size: archive(  # type: ignore[misc]
+            place, {"data/sample_inputs/model.pt": saved(((spread(*size),), {}))}))  # fmt: skip
     yield Case("pt2: exported with a call as a key", ("inspect", "m.pt2"), lambda place: _exported(place, keys["a call"]))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import zips
-from .goods import FACTORY, HEAL, array
+from .goods import FACTORY, HEAL, array, saved, spread
 from .pickled import PAYLOAD, payloads
 from .place import SECRET, Case, Place
 from .weights import safe
@@ -62,6 +62,7 @@ def data_cases() -> Iterator[Case]:
         yield fed(f"npz, zip: {name}", "d.npz", lambda place, t=trick, e=entries: t(e), (0, 1))  # type: ignore[misc]
     yield fed("npz, a bomb", "d.npz", lambda place: zips.pack([zips.bomb(b"x.npy")]))
     yield fed("npz, a bomb that is an array", "d.npz", lambda place: zips.pack([_big_array()]))
+    yield fed("pt, 2^33 numbers of stride 0", "d.pt", lambda place: saved(spread(1 << 27, 4, 16)))
     yield fed("pt, a bomb", "d.pt", lambda place: zips.pack([zips.bomb(b"a/data.pkl"), Entry(b"a/version", b"3\n")]))
     for i in (1, 3, 5):
         yield fed(f"npy, cut at {i}/6", "d.npy", lambda place, i=i: zips.cuts(array())[f"cut at {i}/6"])  # type: ignore[misc]

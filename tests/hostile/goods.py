@@ -180,3 +180,15 @@ def edited(content: bytes, change: Any) -> bytes:
     node = json.loads(content)
     made = change(node)
     return json.dumps(node if made is None else made).encode()
+
+
+def saved(held: Any) -> bytes:
+    """Return what torch.save writes of a value."""
+    stream = io.BytesIO()
+    torch.save(held, stream)
+    return stream.getvalue()
+
+
+def spread(*size: int) -> Any:
+    """Return a tensor of one stored number, repeated."""
+    return torch.zeros(1).expand(size)

@@ -25,6 +25,7 @@ def payloads(marker: str) -> dict[str, bytes]:
         "an extension": b"\x80\x02\x82\x01.",
         "eval": b"\x80\x02c__builtin__\neval\n(X" + _text(f"__import__('os').mkdir({marker!r})") + b"tR.",
         "getattr": b"\x80\x02cbuiltins\ngetattr\n(cos\n__dict__\nX" + _text("mkdir") + b"tR.",
+        "a bytearray of 2^36": b"\x80\x02c__builtin__\nbytearray\n(\x8a\x06\0\0\0\0\x10\0tR.",
         "a second pickle": b"\x80\x02}." + b"\x80\x02" + call,
         "text protocol": b"(dp0\n." + b"\x80\x02" + call,
         "torch's own loader": b"\x80\x02ctorch.serialization\nload\n(" + text + b"tR.",

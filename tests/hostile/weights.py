@@ -74,7 +74,7 @@ def zip_cases() -> Iterator[Case]:
 def tensor_cases() -> Iterator[Case]:
     """State dicts whose tensors lie, and what is no state dict."""
     lies: dict[str, tuple[Any, ...]] = {
-        "more than the storage": ((1 << 40,), (1,)), "2^62 elements of stride 0": ((1 << 62,), (0,)), "negative sizes": ((-4,), (1,)),
+        "more than the storage": ((1 << 40,), (1,)), "2^62 elements of stride 0": ((1 << 62,), (0,)), "2^33 elements of stride 0": ((1 << 33,), (0,)), "negative sizes": ((-4,), (1,)),
         "negative strides": ((4,), (-1,)), "sizes of text": (("x",), (1,)), "more strides than sizes": ((4,), (1, 1, 1)), "2^70": ((1 << 70,), (1,)),
         "ten thousand dimensions": ((1,) * 10_000, (1,) * 10_000),
     }  # fmt: skip
