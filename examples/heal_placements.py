@@ -26,7 +26,7 @@ import torch
 
 import lnrewrite as lnr
 from lnrewrite import demo
-from lnrewrite.program import Program
+from lnrewrite.models.program import Program
 
 TO = {
     "post": "place{to=post}",

@@ -15,22 +15,27 @@ three; nothing is skipped silently. A backend carries the edits out and counts w
 
 What a rewrite claims is a type, `Exactness`, ordered: structural < algebraic < asymptotic < calibrated < learned. A
 pipeline's is the maximum over the passes that edited something, and `verify` takes its tolerance from it. What exact
-passes made is run against the model before it is returned (`proving`); an edit that does not hold is left out and
-refused (`sounding`).
+passes made is run against the model before it is returned (`comparison.proving`); an edit that does not hold is left
+out and refused (`pipeline.sounding`).
 
-Layers; imports go down only, and tests/test_layers.py enforces it:
+Rooms, a floor a line; imports go down only, and import-linter holds it (pyproject.toml, tests/test_layers.py):
 
-    cli                                             nothing imports it
-    program, live, folders, onnx_program, healing/  torch and onnx, each imported inside what needs it
-    targets/                                        the forms that norms have in ONNX, and what a target runs best
-    backends/, kernels/                             lift a graph, apply edits to it: torch.fx and ONNX; our operators
-    detect/                                         norms recognised by their algebra; residual blocks
-    pipeline, sounding, spelling, registry, foreign the run loop, its text, plugins, others' JSON: standard library
-    opgraph, machine, ref, rotations                a view of graphs, an fp64 reference machine, orthogonal matrices
-    stream, schemes, text, plan, basis, report, ... the picture, its text form, edits and refusals: standard library
+    cli/                          click commands; nothing imports it
+    api, checkpoints/             any MODEL in, a module converted; a checkpoint folder in, a folder out
+    live/, healing/, runtime/     modules rewritten in place; short trainings; ONNX Runtime as users run it
+    models/                       a model with its picture: captured from torch, or read from ONNX
+    export/                       the forms that norms have in ONNX, and what a target runs best
+    data/, comparison/            what a model is called with; how far two models are apart, and proofs
+    backends/                     lift a graph, apply edits to it: torch.fx and ONNX
+    algebra/                      what passes share: changes of basis, placements, fitted gains
+    detect/, pipeline/, testing/  norms and blocks recognised; the run loop, its text and report; a reference machine
+    ir/, loading/, kernels/       the picture, its text, edits; files read without running them; our operators
+    files/                        OUT, landed whole or not at all
+    errors, recipe/, demo/        diagnostics; what ships inside a rewritten folder; one small trained network
 
-`passes/`, imported as `lnrewrite.passes`, stands beside them and sees only the last three rows. The package itself
-never imports it: shipped passes are found through the entry-point group `lnrewrite.passes`, like anyone's.
+`passes/`, imported as `lnrewrite.passes`, stands beside them and sees ir, pipeline, algebra and errors alone. The
+package itself never imports it: shipped passes are found through the entry-point group `lnrewrite.passes`, like
+anyone's.
 
 Importing `lnrewrite` imports neither torch nor onnx; the names below load what they need on first use.
 """
@@ -41,7 +46,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from ._version import __version__
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime reads it when it is imported, and else calls home
 
@@ -68,37 +73,38 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .benching import bench
+    from .api import convert, load
     from .codes import explain
-    from .diagnostics import LnrewriteError, Refused, UsageError
+    from .comparison.verifying import verify
+    from .errors import LnrewriteError, Refused, UsageError
     from .healing.session import heal
     from .kernels.torch_op import norm_add_norm
-    from .live import rewrite, unrewrite
-    from .onnx_program import OnnxProgram
-    from .pipeline import Pipeline, Result
-    from .program import Program, capture, convert, load
-    from .sessions import session
-    from .verifying import verify
+    from .live.rewriting import rewrite, unrewrite
+    from .models.onnx_program import OnnxProgram
+    from .models.program import Program, capture
+    from .pipeline.driver import Pipeline, Result
+    from .runtime.benching import bench
+    from .runtime.sessions import session
 
 _HOME = {
-    "LnrewriteError": "diagnostics",
-    "Refused": "diagnostics",
-    "UsageError": "diagnostics",
+    "LnrewriteError": "errors",
+    "Refused": "errors",
+    "UsageError": "errors",
     "explain": "codes",
-    "Pipeline": "pipeline",
-    "Result": "pipeline",
-    "OnnxProgram": "onnx_program",
-    "Program": "program",
-    "bench": "benching",
-    "capture": "program",
-    "convert": "program",
+    "Pipeline": "pipeline.driver",
+    "Result": "pipeline.driver",
+    "OnnxProgram": "models.onnx_program",
+    "Program": "models.program",
+    "bench": "runtime.benching",
+    "capture": "models.program",
+    "convert": "api",
     "heal": "healing.session",
-    "load": "program",
+    "load": "api",
     "norm_add_norm": "kernels.torch_op",
-    "rewrite": "live",
-    "session": "sessions",
-    "unrewrite": "live",
-    "verify": "verifying",
+    "rewrite": "live.rewriting",
+    "session": "runtime.sessions",
+    "unrewrite": "live.rewriting",
+    "verify": "comparison.verifying",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .diagnostics import unknown
+from .errors import unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lnrewrite.basis import Closed, proposal
-from lnrewrite.diagnostics import LnrewriteError
-from lnrewrite.plan import (
+from lnrewrite.algebra.basis import Closed, proposal
+from lnrewrite.errors import LnrewriteError, Refusal
+from lnrewrite.ir.edits import (
     DropScale,
     Edit,
     Exactness,
@@ -17,13 +17,12 @@ from lnrewrite.plan import (
     Number,
     Operation,
     Proposal,
-    Refusal,
     ScaleWriter,
     SetNorm,
     Value,
     Vectors,
 )
-from lnrewrite.stream import Block, Kind, Linear, Scale, Side, Site, Stream, Where, site_name, sums
+from lnrewrite.ir.network import Block, Kind, Linear, Scale, Side, Site, Stream, Where, site_name, sums
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

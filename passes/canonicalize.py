@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from lnrewrite.plan import Edit, Exactness, Gain, Proposal, SetNorm
-from lnrewrite.stream import Kind, Norm, Stream
+from lnrewrite.ir.edits import Edit, Exactness, Gain, Proposal, SetNorm
+from lnrewrite.ir.network import Kind, Norm, Stream
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

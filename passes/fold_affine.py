@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from lnrewrite.diagnostics import LnrewriteError
-from lnrewrite.plan import Edit, Exactness, FoldReader, Gain, Proposal, Refusal, SetNorm, Value, Vectors
-from lnrewrite.stream import Kind, Norm, Site, Stream, Where
+from lnrewrite.errors import LnrewriteError, Refusal
+from lnrewrite.ir.edits import Edit, Exactness, FoldReader, Gain, Proposal, SetNorm, Value, Vectors
+from lnrewrite.ir.network import Kind, Norm, Site, Stream, Where
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

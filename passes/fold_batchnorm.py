@@ -8,20 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lnrewrite.basis import proposal
-from lnrewrite.plan import (
-    Edit,
-    Exactness,
-    FoldReader,
-    Freeze,
-    Operation,
-    Proposal,
-    Refusal,
-    ScaleWriter,
-    SetNorm,
-    Vectors,
-)
-from lnrewrite.stream import Block, Kind, Site, Stream, Where
+from lnrewrite.algebra.basis import proposal
+from lnrewrite.errors import Refusal
+from lnrewrite.ir.edits import Edit, Exactness, FoldReader, Freeze, Operation, Proposal, ScaleWriter, SetNorm, Vectors
+from lnrewrite.ir.network import Block, Kind, Site, Stream, Where
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

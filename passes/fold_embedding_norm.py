@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from lnrewrite.basis import proposal
-from lnrewrite.plan import Edit, Exactness, Normalise, Proposal, Refusal, SetNorm
-from lnrewrite.stream import Kind, Site, Stream, Where
+from lnrewrite.algebra.basis import proposal
+from lnrewrite.errors import Refusal
+from lnrewrite.ir.edits import Edit, Exactness, Normalise, Proposal, SetNorm
+from lnrewrite.ir.network import Kind, Site, Stream, Where
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from lnrewrite.basis import Basis, Closed, proposal
-from lnrewrite.plan import Affine, Centre, Edit, Exactness, Operation, Proposal, Refusal, ScaleWriter, SetNorm
-from lnrewrite.stream import Block, Kind, Linear, Site, Stream, Where, site_name
+from lnrewrite.algebra.basis import Basis, Closed, proposal
+from lnrewrite.errors import Refusal
+from lnrewrite.ir.edits import Affine, Centre, Edit, Exactness, Operation, Proposal, ScaleWriter, SetNorm
+from lnrewrite.ir.network import Block, Kind, Linear, Site, Stream, Where, site_name
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lnrewrite.basis import Closed, proposal
-from lnrewrite.plan import Edit, Exactness, Proposal, Refusal, SetNorm, Vectors
-from lnrewrite.stream import Kind, Norm, Stream
+from lnrewrite.algebra.basis import Closed, proposal
+from lnrewrite.errors import Refusal
+from lnrewrite.ir.edits import Edit, Exactness, Proposal, SetNorm, Vectors
+from lnrewrite.ir.network import Kind, Norm, Stream
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

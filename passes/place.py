@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from lnrewrite.plan import Exactness, Proposal, Refusal
-from lnrewrite.stream import Block, Placement, Side, Stream, Where
-from lnrewrite.trunk import WRITABLE, Walk, switches, usual_norm
+from lnrewrite.algebra.placement import WRITABLE, Walk, switches, usual_norm
+from lnrewrite.errors import Refusal
+from lnrewrite.ir.edits import Exactness, Proposal
+from lnrewrite.ir.network import Block, Placement, Side, Stream, Where
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from lnrewrite.basis import Basis, Closed, proposal
-from lnrewrite.plan import (
+from lnrewrite.algebra.basis import Basis, Closed, proposal
+from lnrewrite.errors import Refusal
+from lnrewrite.ir.edits import (
     Affine,
     Edit,
     Exactness,
@@ -18,13 +19,12 @@ from lnrewrite.plan import (
     Number,
     Operation,
     Proposal,
-    Refusal,
     ScaleWriter,
     SetNorm,
     Value,
     Vectors,
 )
-from lnrewrite.stream import Arm, Block, Kind, Linear, Site, Stream, Where, site_name
+from lnrewrite.ir.network import Arm, Block, Kind, Linear, Site, Stream, Where, site_name
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from lnrewrite.basis import Basis, Choice, Closed, proposal
-from lnrewrite.plan import Edit, Exactness, FoldReader, Operation, Proposal, Rotation, ScaleWriter
-from lnrewrite.stream import Block, Kind, Linear, Side, Site, Stream, Where, site_name
+from lnrewrite.algebra.basis import Basis, Choice, Closed, proposal
+from lnrewrite.ir.edits import Edit, Exactness, FoldReader, Operation, Proposal, Rotation, ScaleWriter
+from lnrewrite.ir.network import Block, Kind, Linear, Side, Site, Stream, Where, site_name
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from lnrewrite import plan
-from lnrewrite.basis import proposal
-from lnrewrite.plan import Edit, Exactness, Proposal
-from lnrewrite.stream import Linear, Stream
+from lnrewrite.algebra.basis import proposal
+from lnrewrite.ir import edits as plan
+from lnrewrite.ir.edits import Edit, Exactness, Proposal
+from lnrewrite.ir.network import Linear, Stream
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

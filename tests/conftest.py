@@ -79,7 +79,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def onnx_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convert a program to ONNX once for each opset; what is done with the model is not shared."""
-    from lnrewrite.program import Program
+    from lnrewrite.models.program import Program
 
     real = Program.to_onnx
 
@@ -99,7 +99,7 @@ def demo_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     import lnrewrite
-    from lnrewrite import program
+    from lnrewrite import api
 
     real = lnrewrite.load  # asked for before it is replaced: the package keeps what it found
 
@@ -109,9 +109,9 @@ def demo_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         if not DEMO:
             DEMO.append(real("demo:tinygpt")._capture)
         (capture,) = DEMO
-        return program.Program(replace(capture, module=copy.deepcopy(capture.module)), format="demo")
+        return lnrewrite.Program(replace(capture, module=copy.deepcopy(capture.module)), format="demo")
 
-    monkeypatch.setattr(program, "load", load)
+    monkeypatch.setattr(api, "load", load)
 
 
 CONVERTED: WeakKeyDictionary[Any, dict[int | None, Any]] = WeakKeyDictionary()

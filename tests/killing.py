@@ -221,11 +221,11 @@ def main(moments: int, only: tuple[str, ...], room: str, log: str, shown: bool) 
     results = Path(log).absolute()
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     if not shown:
+        import lnrewrite.checkpoints.folders
         import lnrewrite.cli
-        import lnrewrite.exporting
-        import lnrewrite.folders
+        import lnrewrite.export.writer
         import lnrewrite.healing.session
-        import lnrewrite.onnx_program  # noqa: F401
+        import lnrewrite.models.onnx_program  # noqa: F401
 
         prepare(Path(room).absolute())
         for name in only or COMMANDS:

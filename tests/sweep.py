@@ -35,7 +35,7 @@ from torch import nn
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.program import Program
+from lnrewrite.models.program import Program
 from zoo import families
 from zoo.written import WRITTEN
 

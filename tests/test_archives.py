@@ -24,13 +24,13 @@ from torch import nn
 
 import zoo
 from commands import fails
-from lnrewrite.archives import DEPTH, JSON_LIMIT
 from lnrewrite.codes import CATALOGUE
-from lnrewrite.diagnostics import LnrewriteError, Untrusted
-from lnrewrite.forms import identify
-from lnrewrite.formulas import Forbidden, check_guard, check_size
-from lnrewrite.open import open_module
-from lnrewrite.pickles import LEGACY_MAGIC, unsafe_names
+from lnrewrite.errors import LnrewriteError, Untrusted
+from lnrewrite.loading.archives import DEPTH, JSON_LIMIT
+from lnrewrite.loading.formulas import Forbidden, check_guard, check_size
+from lnrewrite.loading.identify import identify
+from lnrewrite.loading.open import open_module
+from lnrewrite.loading.pickles import LEGACY_MAGIC, unsafe_names
 from lnrewrite.quiet import LOGGER, quiet
 from tiers import rows
 

@@ -13,8 +13,8 @@ import onnxruntime
 import pytest
 
 import lnrewrite as lnr
-from lnrewrite import benching
-from lnrewrite.tables import timings
+from lnrewrite.cli.tables import timings
+from lnrewrite.runtime import benching
 
 A = 'g (float[n,4] x) => (float[n,4] y) { y = Relu (x) }'
 B = 'g (float[n,4] x) => (float[n,4] y) { y = Neg (x) }'

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.backends.onnx_shapes import infer_shapes
+from lnrewrite.backends.onnx.shapes import infer_shapes
 from lnrewrite.cli import main
+from lnrewrite.export import boundaries
 from lnrewrite.kernels import library
-from lnrewrite.program import Program
-from lnrewrite.targets import boundaries
+from lnrewrite.models.program import Program
 from tiers import rows
 
 pytestmark = pytest.mark.usefixtures("onnx_once", "demo_captured_once")

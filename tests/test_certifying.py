@@ -11,10 +11,10 @@ import torch
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.certifying import CONTRADICTED, certify
-from lnrewrite.onnx_program import OnnxProgram
-from lnrewrite.plan import Refusal
-from lnrewrite.stream import Block, Kind, Network, Site, Where
+from lnrewrite.errors import Refusal
+from lnrewrite.ir.network import Block, Kind, Network, Site, Where
+from lnrewrite.models.onnx_program import OnnxProgram
+from lnrewrite.pipeline.certifying import CONTRADICTED, certify
 from tiers import rows
 from zoo import strangers
 

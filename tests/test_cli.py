@@ -24,9 +24,9 @@ import lnrewrite
 from commands import fails, ok, run
 from killing import Layer
 from lnrewrite import demo
+from lnrewrite.cli.tables import WIDTH, drawing, placement_map
 from lnrewrite.codes import CATALOGUE
 from lnrewrite.pipeline import Pipeline
-from lnrewrite.tables import WIDTH, drawing, placement_map
 
 HERE = Path(__file__).parent
 TINY = "demo:tinygpt"

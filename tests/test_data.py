@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lnrewrite as lnr
-from lnrewrite.data import Batch, load_data, synthetic
-from lnrewrite.diagnostics import LnrewriteError
+from lnrewrite.data.batches import Batch, load_data, synthetic
+from lnrewrite.errors import LnrewriteError
 
 EXAMPLE = {"x": torch.zeros(2, 16, 4), "ids": torch.zeros(2, 16, dtype=torch.int64), "flag": True}
 IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.int64)}
@@ -245,7 +245,7 @@ def test_reading_arrays_imports_no_transformers(tmp_path: Path) -> None:
 
     np.save(tmp_path / "d.npy", np.zeros((2, 16), int))
     code = (
-        "import sys, torch; from lnrewrite.data import load_data\n"
+        "import sys, torch; from lnrewrite.data.batches import load_data\n"
         "load_data(sys.argv[1], {'i': torch.zeros(2, 16, dtype=torch.int64)}); print('transformers' in sys.modules)"
     )
     out = subprocess.run(

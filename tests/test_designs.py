@@ -11,9 +11,9 @@ import torch
 
 import lnrewrite as lnr
 import zoo
+from lnrewrite.errors import Refusal
+from lnrewrite.models.program import Program
 from lnrewrite.pipeline import PRESETS, Pipeline
-from lnrewrite.plan import Refusal
-from lnrewrite.program import Program
 from tiers import rows
 from zoo.designs import DESIGNS
 

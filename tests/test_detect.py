@@ -11,8 +11,8 @@ import torch
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite import text
 from lnrewrite.detect.blocks import detect
+from lnrewrite.ir import text
 from tiers import rows
 from zoo import CASES, DECOYS, FAMILIES, NETS, REFUSED, WRITTEN, graphs, strangers
 

@@ -6,9 +6,8 @@ import pickle
 
 import pytest
 
-from lnrewrite.diagnostics import LnrewriteError, Refused, UsageError
+from lnrewrite.errors import LnrewriteError, Refusal, Refused, UsageError
 from lnrewrite.healing.training import Stopped
-from lnrewrite.plan import Refusal
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from lnrewrite import registry
-from lnrewrite.pipeline import Pipeline
-from lnrewrite.plan import (
+from lnrewrite.ir.edits import (
     DropScale,
     Edit,
     Exactness,
@@ -26,9 +24,10 @@ from lnrewrite.plan import (
     ScaleWriter,
     SetNorm,
 )
-from lnrewrite.ref import Machine, apply, invent
-from lnrewrite.stream import Stream, Where, site_name
-from lnrewrite.text import parse
+from lnrewrite.ir.network import Stream, Where, site_name
+from lnrewrite.ir.text import parse
+from lnrewrite.pipeline import Pipeline, registry
+from lnrewrite.testing.reference import Machine, apply, invent
 from zoo.streams import assert_same, context, machines
 
 

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite import exporting
 from lnrewrite.cli import main
-from lnrewrite.program import Program
+from lnrewrite.export import writer as exporting
+from lnrewrite.models.program import Program
 from tiers import rows
 
 Programs = dict[str, Program]
@@ -113,7 +113,7 @@ def test_operators_that_cuda_lacks_are_named(tmp_path: Path) -> None:
 
 
 def test_fusions_that_raise_or_change_numbers_are_dropped(monkeypatch: Any) -> None:
-    from lnrewrite.targets import rest
+    from lnrewrite.export import fusions as rest
 
     def raises(model: ir.Model) -> None:
         raise IndexError("pop from empty list")

@@ -13,7 +13,7 @@ import torch
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.program import Program
+from lnrewrite.models.program import Program
 from tiers import rows
 
 TABLE = Path(__file__).parents[1] / "examples" / "families.md"

@@ -12,7 +12,7 @@ import torch
 
 import lnrewrite as lnr
 from commands import fails, ok
-from lnrewrite.diagnostics import LnrewriteError
+from lnrewrite.errors import LnrewriteError
 from tiers import rows
 from zoo import choices
 

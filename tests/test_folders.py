@@ -21,9 +21,9 @@ from torch import Tensor
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.backends import shards
-from lnrewrite.folders import rewrite_folder
-from lnrewrite.modeling import FILE
+from lnrewrite.checkpoints import shards
+from lnrewrite.checkpoints.folders import rewrite_folder
+from lnrewrite.recipe.modeling import FILE
 from tiers import rows
 
 IDS = torch.arange(16).reshape(2, 8) + 1

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.data import load_data
-from lnrewrite.foreign import DEPTH, Foreign, read_object, safetensors_header
-from lnrewrite.library import Tokenizer
-from lnrewrite.open import open_module
+from lnrewrite.data.batches import load_data
+from lnrewrite.loading.foreign import DEPTH, Foreign, read_object, safetensors_header
+from lnrewrite.loading.open import open_module
+from lnrewrite.loading.transformers import Tokenizer
 from mutants import json_mutant
 from tiers import rows
 

@@ -9,8 +9,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from lnrewrite.targets.forms import lower, split
-from lnrewrite.targets.table import LAYER, RMS, SKIP, TARGETS
+from lnrewrite.export.lowering import lower, split
+from lnrewrite.export.targets import LAYER, RMS, SKIP, TARGETS
 from sheets import HALF, SINGLE, WIDTH, Sheet, finished, given, named, run
 from tiers import rows
 

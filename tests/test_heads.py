@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
 import lnrewrite as lnr
-from lnrewrite.folders import rewrite_folder
-from lnrewrite.modeling import FILE
+from lnrewrite.checkpoints.folders import rewrite_folder
+from lnrewrite.recipe.modeling import FILE
 from tiers import rows
 from zoo.norms import randomise
 

@@ -29,7 +29,7 @@ from lnrewrite.healing.outcome import picture
 from lnrewrite.healing.recipe import Recipe
 from lnrewrite.healing.session import heal
 from lnrewrite.healing.world import World
-from lnrewrite.program import Program
+from lnrewrite.models.program import Program
 from tiers import rows
 from zoo import families
 

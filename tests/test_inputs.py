@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lnrewrite.diagnostics import LnrewriteError
-from lnrewrite.inputs import Inputs, infer_inputs, parse_inputs, random_tensor, vocabulary_of
+from lnrewrite.data.inputs import Inputs, infer_inputs, parse_inputs, random_tensor, vocabulary_of
+from lnrewrite.errors import LnrewriteError
 
 
 def fails(code: str, call: Any) -> LnrewriteError:

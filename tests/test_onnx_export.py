@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import lnrewrite as lnr
-from lnrewrite.backends.capture import from_program
-from lnrewrite.backends.onnx_norms import ONES, OPERATORS, SITE
-from lnrewrite.diagnostics import LnrewriteError
-from lnrewrite.program import Program
+from lnrewrite.backends.onnx.norms import ONES, OPERATORS, SITE
+from lnrewrite.backends.torch.capture import from_program
+from lnrewrite.errors import LnrewriteError
+from lnrewrite.models.program import Program
 from tiers import rows
 from zoo import build
 from zoo.norms import SPELLINGS, randomise

@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import lnrewrite as lnr
-from lnrewrite.backends import onnx_file
+from lnrewrite.backends.onnx import file as onnx_file
 from mutants import protobuf_mutant
 from tiers import rows
 
@@ -285,7 +285,7 @@ def test_nothing_outside_the_folder_is_opened(tmp_path: Path) -> None:
     (tmp_path / "model" / "link").symlink_to(tmp_path / "secret")
     (tmp_path / "model" / "m.onnx").write_bytes(model_of(location="link").SerializeToString())
     code = """
-import sys, lnrewrite as lnr, lnrewrite.onnx_program
+import sys, lnrewrite as lnr, lnrewrite.models.onnx_program
 opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event in ("open", "mmap.__new__") else None)
 try: lnr.load(sys.argv[1])

@@ -7,10 +7,10 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from lnrewrite.backends.onnx_lift import lift
-from lnrewrite.backends.onnx_ops import meant
+from lnrewrite.backends.onnx.lift import lift
+from lnrewrite.backends.onnx.ops import meant
 from lnrewrite.detect.blocks import detect
-from lnrewrite.stream import Network
+from lnrewrite.ir.network import Network
 
 WIDTH = 16
 

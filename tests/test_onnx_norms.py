@@ -9,8 +9,8 @@ import onnx_ir as ir
 import pytest
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from lnrewrite.backends.onnx_lift import lift
-from lnrewrite.backends.onnx_raise import raise_norms
+from lnrewrite.backends.onnx.lift import lift
+from lnrewrite.backends.onnx.raising import raise_norms
 from lnrewrite.detect.norms import find_norms
 from sheets import HALF, SINGLE, WIDTH, Sheet, finished, given, named, run
 

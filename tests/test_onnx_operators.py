@@ -16,13 +16,13 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from lnrewrite.backends.onnx_lift import lift
-from lnrewrite.backends.onnx_ops import ALIAS, FIRST, RESHAPE, RULES, SAME
-from lnrewrite.backends.onnx_run import OnnxModule
+from lnrewrite.backends.onnx.lift import lift
+from lnrewrite.backends.onnx.ops import ALIAS, FIRST, RESHAPE, RULES, SAME
+from lnrewrite.backends.onnx.session import OnnxModule
 from lnrewrite.detect.arithmetic import RUN, Unknown, run
 from lnrewrite.detect.edges import moved
-from lnrewrite.diagnostics import LnrewriteError
-from lnrewrite.opgraph import SHAPE, OpGraph
+from lnrewrite.detect.graph import SHAPE, OpGraph
+from lnrewrite.errors import LnrewriteError
 from tiers import rows
 
 OPERATORS = sorted({*SAME, *FIRST, *RESHAPE, *RULES, *ALIAS, "Split", "Tile", "ScatterND", "GatherElements", "Where"})

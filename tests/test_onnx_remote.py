@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import lnrewrite as lnr
-from lnrewrite.backends import onnx_remote, onnx_server
-from lnrewrite.backends.onnx_run import OnnxModule
+from lnrewrite.backends.onnx import remote as onnx_remote
+from lnrewrite.backends.onnx import server as onnx_server
+from lnrewrite.backends.onnx.session import OnnxModule
 from tiers import rows
 
 TEXT = """<ir_version: 9, opset_import: ["" : 18]> g (float[n,4] x) => (float[n,4] y, bool[n,4] z, int64[2] s, float e)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lnrewrite as lnr
-from lnrewrite.backends.onnx_run import OnnxModule
+from lnrewrite.backends.onnx.session import OnnxModule
 
 
 def module_of(body: str, ends: str = "(float[n,8] x) => (float[n,8] y)", opset: int = 20) -> OnnxModule:

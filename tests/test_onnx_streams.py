@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite import text
-from lnrewrite.backends.onnx_lift import lift
+from lnrewrite.backends.onnx.lift import lift
 from lnrewrite.detect.blocks import detect
-from lnrewrite.onnx_program import OnnxProgram
+from lnrewrite.ir import text
+from lnrewrite.models.onnx_program import OnnxProgram
 from tiers import rows
 
 FAMILIES = (

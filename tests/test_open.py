@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lnrewrite.codes import CATALOGUE
-from lnrewrite.diagnostics import LnrewriteError
-from lnrewrite.forms import Format, identify
-from lnrewrite.library import Tokenizer
-from lnrewrite.open import load_weights, open_module
-from lnrewrite.pickles import pickled_names
+from lnrewrite.errors import LnrewriteError
+from lnrewrite.loading.identify import Format, identify
+from lnrewrite.loading.open import load_weights, open_module
+from lnrewrite.loading.pickles import pickled_names
+from lnrewrite.loading.transformers import Tokenizer
 
 
 class Tied(nn.Module):
@@ -218,7 +218,7 @@ def test_program_that_returns_a_transformers_class(tmp_path: Path) -> None:
     module = open_module(str(gpt2(tmp_path / "m"))).module
     assert module is not None
     torch.export.save(torch.export.export(module, (), {"input_ids": IDS}, strict=False), tmp_path / "m.pt2")
-    code = "import sys; from lnrewrite.open import open_module; print(open_module(sys.argv[1]).kind)"
+    code = "import sys; from lnrewrite.loading.open import open_module; print(open_module(sys.argv[1]).kind)"
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m.pt2")], capture_output=True, text=True)
     assert out.stdout.strip() == "program", out.stderr[-500:]
 
@@ -561,7 +561,8 @@ def test_callable_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.Monk
 def test_identify_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     code = (
-        "import sys; from lnrewrite.forms import identify; print(identify(sys.argv[1]).format, 'torch' in sys.modules)"
+        "import sys; from lnrewrite.loading.identify import identify\n"
+        "print(identify(sys.argv[1]).format, 'torch' in sys.modules)"
     )
     out = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "x.safetensors")], capture_output=True, text=True, check=True

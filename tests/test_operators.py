@@ -16,11 +16,11 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from lnrewrite.backends import aten
-from lnrewrite.backends.lift import lift
+from lnrewrite.backends.torch import ops as aten
+from lnrewrite.backends.torch.lift import lift
 from lnrewrite.detect.arithmetic import RUN, Unknown, run
 from lnrewrite.detect.edges import moved
-from lnrewrite.opgraph import SHAPE, Op, OpGraph
+from lnrewrite.detect.graph import SHAPE, Op, OpGraph
 from tiers import rows
 
 NUMBERS = (

@@ -30,15 +30,16 @@ import lnrewrite as lnr
 import zoo
 from commands import run, started
 from killing import net
-from lnrewrite import landing, registry
 from lnrewrite.cli import main
-from lnrewrite.diagnostics import LnrewriteError, UsageError
-from lnrewrite.forms import Format, identify
+from lnrewrite.comparison.verifying import check_tolerance
+from lnrewrite.errors import LnrewriteError, UsageError
+from lnrewrite.files import landing
 from lnrewrite.healing.snapshots import Snapshots
 from lnrewrite.healing.world import World
-from lnrewrite.selecting import select
-from lnrewrite.spelling import parse
-from lnrewrite.verifying import check_tolerance
+from lnrewrite.ir.select import select
+from lnrewrite.loading.identify import Format, identify
+from lnrewrite.pipeline import registry
+from lnrewrite.pipeline.spec import parse
 from tiers import rows
 
 __all__ = ["net"]
@@ -244,7 +245,7 @@ def test_what_appears_while_a_file_is_made_stays() -> None:
 
 
 def test_what_appears_while_a_folder_is_made_stays(sources: Path) -> None:
-    from lnrewrite.folder_writing import whole
+    from lnrewrite.checkpoints.writing import whole
 
     for force in (False, True):
         with (

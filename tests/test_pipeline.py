@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lnrewrite.diagnostics import LnrewriteError, Refused, UsageError
+from lnrewrite.errors import LnrewriteError, Refusal, Refused, UsageError
+from lnrewrite.ir.edits import Edit, Exactness, Proposal, SetNorm
+from lnrewrite.ir.network import Block, Kind, Network, Norm, Site, Stream, Where
 from lnrewrite.pipeline import Batch, Context, Pipeline, Samples, select
-from lnrewrite.plan import Edit, Exactness, Proposal, Refusal, SetNorm
-from lnrewrite.report import WIDTH
-from lnrewrite.stream import Block, Kind, Network, Norm, Site, Stream, Where
+from lnrewrite.pipeline.report import WIDTH
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite import demo, text
-from lnrewrite.verifying import drift
+from lnrewrite import demo
+from lnrewrite.comparison.verifying import drift
+from lnrewrite.ir import text
 from tiers import rows
 from zoo import nets
 

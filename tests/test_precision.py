@@ -8,8 +8,8 @@ import onnx_ir as ir
 import pytest
 from onnx_ir.passes import common
 
-from lnrewrite.diagnostics import LnrewriteError
-from lnrewrite.targets.precision import lower_precision
+from lnrewrite.errors import LnrewriteError
+from lnrewrite.export.precision import lower_precision
 
 FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 

@@ -17,13 +17,13 @@ import lnrewrite as lnr
 import zoo
 from commands import fails, ok
 from fuzz.judging import PIPELINES
-from lnrewrite.backends import aten
 from lnrewrite.backends.outputs import apart
 from lnrewrite.backends.surgery import Surgery
-from lnrewrite.onnx_program import OnnxProgram
-from lnrewrite.plan import Proposal
-from lnrewrite.sounding import sound
-from lnrewrite.stream import Stream
+from lnrewrite.backends.torch import ops as aten
+from lnrewrite.ir.edits import Proposal
+from lnrewrite.ir.network import Stream
+from lnrewrite.models.onnx_program import OnnxProgram
+from lnrewrite.pipeline.sounding import sound
 from tiers import rows
 from zoo import strangers
 from zoo.strangers import W

@@ -10,20 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lnrewrite.plan import (
-    Affine,
-    Edit,
-    FoldReader,
-    Gain,
-    Operation,
-    Proposal,
-    ScaleWriter,
-    SetNorm,
-    Vectors,
-)
-from lnrewrite.ref import Floats, Machine, apply, fit, invent, normalize
-from lnrewrite.stream import Kind, Linear, Norm, Stream, Where, sums
-from lnrewrite.text import parse
+from lnrewrite.ir.edits import Affine, Edit, FoldReader, Gain, Operation, Proposal, ScaleWriter, SetNorm, Vectors
+from lnrewrite.ir.network import Kind, Linear, Norm, Stream, Where, sums
+from lnrewrite.ir.text import parse
+from lnrewrite.testing.reference import Floats, Machine, apply, fit, invent, normalize
 from zoo.streams import machines
 
 # ---- running: one straight forward pass for each placement ----

@@ -13,11 +13,10 @@ from typing import ClassVar
 
 import pytest
 
-from lnrewrite import registry
-from lnrewrite.diagnostics import LnrewriteError, UsageError
-from lnrewrite.pipeline import Context, Pipeline
-from lnrewrite.plan import Exactness, Proposal
-from lnrewrite.stream import Stream
+from lnrewrite.errors import LnrewriteError, UsageError
+from lnrewrite.ir.edits import Exactness, Proposal
+from lnrewrite.ir.network import Stream
+from lnrewrite.pipeline import Context, Pipeline, registry
 
 ROOT = Path(__file__).parent.parent
 

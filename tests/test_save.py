@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite import landing
+from lnrewrite.files import landing
 from tiers import rows
 from zoo import nets
 

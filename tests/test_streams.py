@@ -17,12 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lnrewrite import registry
-from lnrewrite.pipeline import Pipeline
-from lnrewrite.plan import Exactness
-from lnrewrite.ref import Machine, apply, invent
-from lnrewrite.stream import Network
-from lnrewrite.text import parse, render
+from lnrewrite.ir.edits import Exactness
+from lnrewrite.ir.network import Network
+from lnrewrite.ir.text import parse, render
+from lnrewrite.pipeline import Pipeline, registry
+from lnrewrite.testing.reference import Machine, apply, invent
 from zoo.streams import assert_same, context
 
 FILES = sorted(Path(__file__).with_name("streams").glob("*.stream"))

@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 import lnrewrite as lnr
-from lnrewrite.backends.onnx_editor import OnnxEditor
-from lnrewrite.backends.onnx_lift import lift
+from lnrewrite.backends.onnx.editor import OnnxEditor
+from lnrewrite.backends.onnx.lift import lift
 from lnrewrite.backends.surgery import Surgery
 from lnrewrite.backends.values import CHUNK, changed
 from lnrewrite.detect.blocks import detect
-from lnrewrite.diagnostics import LnrewriteError
-from lnrewrite.plan import Affine, Edit, FoldReader, Gain, Operation, Proposal, ScaleWriter, SetNorm, Vectors
-from lnrewrite.stream import Kind, Norm, Site, Stream, Where
+from lnrewrite.errors import LnrewriteError
+from lnrewrite.ir.edits import Affine, Edit, FoldReader, Gain, Operation, Proposal, ScaleWriter, SetNorm, Vectors
+from lnrewrite.ir.network import Kind, Norm, Site, Stream, Where
 from zoo import nets
 
 Floats = NDArray[np.float64]

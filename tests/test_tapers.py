@@ -9,13 +9,13 @@ from torch.utils._pytree import tree_leaves
 import lnrewrite as lnr
 import zoo
 from lnrewrite import demo
-from lnrewrite.calibration import flat_inputs
 from lnrewrite.healing.folding import fold
 from lnrewrite.healing.tapers import Tapering
 from lnrewrite.healing.view import View
+from lnrewrite.ir.network import Kind, Placement, Where
+from lnrewrite.models.calibration import flat_inputs
+from lnrewrite.models.program import Program
 from lnrewrite.passes.place import WANTED
-from lnrewrite.program import Program
-from lnrewrite.stream import Kind, Placement, Where
 from tiers import rows
 
 START, END = 1e-9, 1e-9

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from lnrewrite.plan import Refusal
-from lnrewrite.stream import Barrier, Block, Kind, Linear, Network, Norm, Scale, Side, Site, Stream, Where
-from lnrewrite.text import digest, parse, render, render_stream
+from lnrewrite.errors import Refusal
+from lnrewrite.ir.network import Barrier, Block, Kind, Linear, Network, Norm, Scale, Side, Site, Stream, Where
+from lnrewrite.ir.text import digest, parse, render, render_stream
 from zoo.streams import networks, streams
 
 GOLDEN = """\

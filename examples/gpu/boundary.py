@@ -30,7 +30,7 @@ from onnx import TensorProto, helper
 
 from lnrewrite import LnrewriteError
 from lnrewrite.kernels.library import register
-from lnrewrite.sessions import PROVIDERS
+from lnrewrite.runtime.sessions import PROVIDERS
 
 FORMS = ("fused", "two", "three", "plain", "pre")
 TYPES = {

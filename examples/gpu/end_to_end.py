@@ -29,7 +29,7 @@ from boundary import timed
 from onnx import TensorProto, numpy_helper
 
 from lnrewrite.kernels.library import register
-from lnrewrite.sessions import PROVIDERS, holds_operators
+from lnrewrite.runtime.sessions import PROVIDERS, holds_operators
 
 MODELS = {
     "bert-base": {"model_type": "bert"},

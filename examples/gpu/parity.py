@@ -21,7 +21,7 @@ from onnx import TensorProto, helper
 
 import lnrewrite as lnr
 from lnrewrite.kernels.library import register
-from lnrewrite.sessions import PROVIDERS
+from lnrewrite.runtime.sessions import PROVIDERS
 
 WIDTHS = (1, 7, 64, 768, 1000, 2048, 4096, 8192, 8193, 16384, 40000)
 TYPES = {

@@ -9,10 +9,10 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, assert_never
 import numpy as np
 
 from ..detect.arithmetic import evaluate
+from ..detect.graph import OpGraph
 from ..detect.norms import unit
-from ..diagnostics import LnrewriteError
-from ..opgraph import OpGraph
-from ..plan import (
+from ..errors import LnrewriteError
+from ..ir.edits import (
     Affine,
     Array,
     Centre,
@@ -30,7 +30,7 @@ from ..plan import (
     Untie,
     Value,
 )
-from ..stream import Block, Kind, Linear, Norm, Site, Stream, Where
+from ..ir.network import Block, Kind, Linear, Norm, Site, Stream, Where
 from .values import Change, Floats, centring, multiplying, rotating
 
 Handle = TypeVar("Handle")

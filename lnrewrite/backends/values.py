@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import Rotation
-from ..rotations import rotate
+from ..algebra.rotations import rotate
+from ..ir.edits import Rotation
 
 Floats = NDArray[np.float64]
 Change = Callable[[Floats], Floats]

@@ -36,7 +36,7 @@ def load(name: str) -> torch.nn.Module:
         raise KeyError(f"no demo model {name!r}; there is {', '.join(NAMES)}")
     from safetensors.torch import load as parse
 
-    from lnrewrite.demo.tinygpt import TinyGPT
+    from .tinygpt import TinyGPT
 
     state = parse(_read("tinygpt.safetensors"))  # float16; copying into the model widens to float32
     model = TinyGPT()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..opgraph import Op, OpGraph
+from .graph import Op, OpGraph
 
 Array = NDArray[np.float64]
 

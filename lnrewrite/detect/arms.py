@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..opgraph import CASTS, SHAPE, Op, OpGraph
-from ..stream import Arm
+from ..ir.network import Arm
 from .edges import moved, read, written
+from .graph import CASTS, SHAPE, Op, OpGraph
 
 POSITIVE = frozenset({"relu", "leaky_relu"})
 """Activations with f(k x) = k f(x) for k > 0."""

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from ..opgraph import CASTS, SHAPE, OpGraph
-from ..stream import Barrier, Block, Linear, Scale, Side, Where
+from ..ir.network import Barrier, Block, Linear, Scale, Side, Where
 from .edges import moved, writers
+from .graph import CASTS, SHAPE, OpGraph
 from .joins import Join, scaled
 from .scales import factor
 

@@ -11,14 +11,14 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from ..opgraph import CASTS, SHAPE, OpGraph
-from ..stream import Anchor, Arm, Barrier, Block, Kind, Linear, Network, Scale, Side, Site, Stream, Where
+from ..ir.network import Anchor, Arm, Barrier, Block, Kind, Linear, Network, Scale, Side, Site, Stream, Where
 from . import scales as scales_
 from .arms import find_arms
 from .beside import Added, added_to, counted, skip_of, told_apart
 from .branches import branch_kind
 from .edges import Edge, computed, moved, readers, writers
 from .found import Found
+from .graph import CASTS, SHAPE, OpGraph
 from .joins import WEIGHTED, Join, find_joins, nearest_miss, scaled
 from .lookalikes import placed
 from .modulation import modulation

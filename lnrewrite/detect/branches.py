@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..opgraph import OpGraph
+from .graph import OpGraph
 
 ROUTERS = frozenset({"topk", "one_hot", "histc", "bincount"})
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..opgraph import CASTS, SHAPE, Op, Operand, OpGraph
-from ..stream import Linear
+from ..ir.network import Linear
 from .arithmetic import constant
+from .graph import CASTS, SHAPE, Op, Operand, OpGraph
 
 PRODUCTS = frozenset({"matmul", "mm", "bmm"})
 PASS = CASTS | {"dropout"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..stream import Norm
+from ..ir.network import Norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from ..opgraph import CASTS, SHAPE, OpGraph
-from ..plan import Refusal
+from ..errors import Refusal
+from .graph import CASTS, SHAPE, OpGraph
 
 WEIGHTED = frozenset({
     "linear", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv", "conv_transpose", "lstm", "gru", "cumsum",

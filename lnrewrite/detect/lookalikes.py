@@ -17,11 +17,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..opgraph import CASTS, SHAPE, Op, Operand, OpGraph
-from ..plan import Refusal
-from ..stream import Stream
+from ..errors import Refusal
+from ..ir.network import Stream
 from .arithmetic import RUN, Array, Unknown, closure, constants, run
 from .edges import parameter_behind
+from .graph import CASTS, SHAPE, Op, Operand, OpGraph
 from .modulation import ACTIVATIONS
 
 SHAPES = CASTS | SHAPE | {"dropout", "where", "masked_fill"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..opgraph import CASTS, SHAPE, OpGraph
 from .found import Found
+from .graph import CASTS, SHAPE, OpGraph
 
 ACTIVATIONS = frozenset({"silu", "sigmoid", "gelu", "relu", "hardswish", "softplus"})
 ELEMENTWISE = CASTS | {"add", "sub", "rsub", "mul", "expand", "reshape"}

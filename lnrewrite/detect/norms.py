@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ..opgraph import CASTS, Op, Operand, OpGraph
-from ..plan import Refusal
-from ..stream import Kind, Norm
+from ..errors import Refusal
+from ..ir.network import Kind, Norm
 from .arithmetic import Array, Unknown, closure, constants, run
 from .edges import parameter_behind
 from .found import Found
+from .graph import CASTS, Op, Operand, OpGraph
 from .lookalikes import lookalikes
 from .stored import dynamic_tanh, standardised, stored
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from ..opgraph import CASTS, SHAPE, Op, Operand, OpGraph
-from ..stream import Scale
+from ..ir.network import Scale
 from .edges import moved
+from .graph import CASTS, SHAPE, Op, Operand, OpGraph
 
 
 @dataclass(frozen=True, slots=True)

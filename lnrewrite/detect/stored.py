@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..opgraph import CASTS, Op, OpGraph
-from ..stream import Kind, Norm
+from ..ir.network import Kind, Norm
 from .edges import PRODUCTS, parameter, parameter_behind
 from .found import Found
+from .graph import CASTS, Op, OpGraph
 
 ROOTS = {"sqrt": False, "rsqrt": True}
 SPREADS = frozenset({"var", "std", "_native_batch_norm_legit", "batch_norm"})

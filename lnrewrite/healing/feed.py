@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import (
+from ..data.batches import (
     bad,
     batches_for,
     check_ids,
@@ -26,9 +26,9 @@ from ..data import (
     text_rows,
     window_of,
 )
-from ..diagnostics import LnrewriteError
-from ..inputs import read_tensors
-from ..program import Program
+from ..data.inputs import read_tensors
+from ..errors import LnrewriteError
+from ..models.program import Program
 
 Rows = dict[str, Tensor]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..pipeline import gain_of
-from ..plan import Affine, Edit, FoldReader, Operation, Proposal, SetNorm, Vectors
-from ..program import Program
-from ..stream import Block, Norm, Site, Stream, Where, sums
-from ..trunk import reading, writing
+from ..algebra.placement import reading, writing
+from ..ir.edits import Affine, Edit, FoldReader, Operation, Proposal, SetNorm, Vectors
+from ..ir.network import Block, Norm, Site, Stream, Where, sums
+from ..models.program import Program
+from ..pipeline.driver import gain_of
 from .tapers import Taper, Tapering
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from ..diagnostics import LnrewriteError, UsageError, did_you_mean
-from ..program import Program
-from ..stream import Kind
-from ..verifying import logits
+from ..comparison.verifying import logits
+from ..errors import LnrewriteError, UsageError, did_you_mean
+from ..ir.network import Kind
+from ..models.program import Program
 from .feed import LABELS, Rows, inputs_of
 from .view import Seen
 

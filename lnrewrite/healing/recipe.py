@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..diagnostics import UsageError, did_you_mean
+from ..errors import UsageError, did_you_mean
 
 TRAINED = {
     "all": "everything",

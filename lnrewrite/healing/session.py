@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..backends.capture import evaluating
-from ..backends.captured import CapturedModule, stored
-from ..diagnostics import LnrewriteError, UsageError
-from ..landing import write_text_whole
-from ..program import Program, capture
-from ..stream import Where
-from ..trunk import switches, usual_norm
-from ..verifying import drift
+from ..algebra.placement import switches, usual_norm
+from ..backends.torch.capture import evaluating
+from ..backends.torch.module import CapturedModule, stored
+from ..comparison.verifying import drift
+from ..errors import LnrewriteError, UsageError
+from ..files.landing import write_text_whole
+from ..ir.network import Where
+from ..models.program import Program, capture
 from .feed import Feed, Rows, held_out_of, inputs_of, open_feed
 from .folding import fold, unfoldable
 from .losses import Mix, Objective, losses_of

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from ..diagnostics import LnrewriteError, told, words
-from ..landing import write_text_whole
+from ..errors import LnrewriteError, told, words
+from ..files.landing import write_text_whole
 from ..quiet import quiet
 from .reading import Planner, Reader
 from .world import World

@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from ..diagnostics import LnrewriteError
-from ..fitting import careful_eps, spread, usual
-from ..pipeline import Batch, Pipeline, Samples
-from ..plan import Edit, Operation, Proposal, SetNorm, Vectors
-from ..program import Program
-from ..selecting import select
-from ..stream import Block, Kind, Norm, Site, Stream, Where, sums
-from ..trunk import WRITABLE, switches
+from ..algebra.fitting import careful_eps, spread, usual
+from ..algebra.placement import WRITABLE, switches
+from ..errors import LnrewriteError
+from ..ir.edits import Edit, Operation, Proposal, SetNorm, Vectors
+from ..ir.network import Block, Kind, Norm, Site, Stream, Where, sums
+from ..ir.select import select
+from ..models.program import Program
+from ..pipeline.driver import Batch, Pipeline, Samples
 
 VALUES = "values"
 PLACES = frozenset({VALUES, *Where})

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibration import flat_inputs
-from ..diagnostics import LnrewriteError
-from ..program import Program
+from ..backends.torch.feeding import flat_inputs
+from ..errors import LnrewriteError
+from ..models.program import Program
 from .feed import Feed, Rows, inputs_of, number
 from .losses import Mix, Objective
 from .recipe import Recipe

@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from ..backends.captured import CapturedModule, stored, trees
-from ..program import Program
-from ..stream import Kind, sums
+from ..backends.torch.module import CapturedModule, stored, trees
+from ..ir.network import Kind, sums
+from ..models.program import Program
 from .tapers import Taper
 
 POWERS = "lnrewrite.powers"

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from ..backends.captured import CapturedModule, stored
-from ..diagnostics import UsageError
+from ..backends.torch.module import CapturedModule, stored
+from ..errors import UsageError
 from .view import View
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..diagnostics import LnrewriteError
-from ..landing import room
+from ..errors import LnrewriteError
+from ..files.landing import room
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..diagnostics import LnrewriteError
+from ..errors import LnrewriteError
 from .building import place
 
 DOMAIN = "lnrewrite"

@@ -23,8 +23,9 @@ MEMORY = 3 << 30  # bytes above the baseline: ends a command that would take the
 MODULES = (
     "torch", "torch.export", "torch._export.serde.serialize", "torch.export.pt2_archive", "transformers", "onnx",
     "onnxruntime", "safetensors.torch", "numpy", "transformers.models.llama.modeling_llama",
-    "lnrewrite.cli", "lnrewrite.program", "lnrewrite.onnx_program", "lnrewrite.folders", "lnrewrite.pipeline",
-    "lnrewrite.verifying", "lnrewrite.tables", "lnrewrite.backends.onnx_run", "lnrewrite.data", "lnrewrite.exporting",
+    "lnrewrite.cli", "lnrewrite.api", "lnrewrite.models.onnx_program", "lnrewrite.checkpoints.folders",
+    "lnrewrite.pipeline", "lnrewrite.comparison.verifying", "lnrewrite.cli.tables", "lnrewrite.backends.onnx.session",
+    "lnrewrite.data.batches", "lnrewrite.export.writer",
 )  # fmt: skip
 
 

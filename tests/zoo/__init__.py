@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import lnrewrite as lnr
 import lnrewrite.demo
-from lnrewrite.program import Program
-from lnrewrite.stream import Network
-from lnrewrite.verifying import Float64
+from lnrewrite.comparison.verifying import Float64
+from lnrewrite.ir.network import Network
+from lnrewrite.models.program import Program
 
 from .nets import DECOYS, NETS, REFUSED, Case, spell_out
 from .written import WRITTEN

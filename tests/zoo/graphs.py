@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import zoo
-from lnrewrite import text
 from lnrewrite.detect.blocks import detect
-from lnrewrite.opgraph import Op, OpGraph
+from lnrewrite.detect.graph import Op, OpGraph
+from lnrewrite.ir import text
 
 FOLDER = Path(__file__).parents[1] / "graphs"
 

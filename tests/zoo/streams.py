@@ -9,10 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 from hypothesis import strategies as st
 
-from lnrewrite.pipeline import Context
-from lnrewrite.plan import Refusal
-from lnrewrite.ref import Machine, invent
-from lnrewrite.stream import (
+from lnrewrite.errors import Refusal
+from lnrewrite.ir.network import (
     Arm,
     Barrier,
     Block,
@@ -27,6 +25,8 @@ from lnrewrite.stream import (
     Stream,
     Where,
 )
+from lnrewrite.pipeline import Context
+from lnrewrite.testing.reference import Machine, invent
 
 EPS = st.floats(1e-12, 1e-2)
 SITES = {

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from lnrewrite.errors import Refusal
+from lnrewrite.ir.edits import Edit, Exactness, Gain, Proposal, SetNorm
+from lnrewrite.ir.network import Site, Stream, Where, site_name
 from lnrewrite.pipeline import Context
-from lnrewrite.plan import Edit, Exactness, Gain, Proposal, Refusal, SetNorm
-from lnrewrite.stream import Site, Stream, Where, site_name
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,254 @@
+"""Change the basis of a residual stream: every state x becomes M x, and what leaves the stream stays as it is.
+
+Three passes are this one idea, each with its own M and its own rule for the norms that read the stream:
+
+    rescale   M = c            N_eps(x)      =  N_{c^2 eps}(c x)
+    rotate    M = Q            RMS(x)        =  Q^T RMS(Q x), and the readers take Q^T over
+    centre    M = I - 11^T/n   LayerNorm(x)  =  RMSNorm(M x)
+
+What starts the stream and what is added to it gets M in its weights. It is one edit of the whole stream: one thing in
+the way closes all of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import Refusal
+from ..ir.edits import Edit, FoldReader, Operation, Proposal, Rotation, ScaleWriter, SetNorm, Value
+from ..ir.network import Block, Linear, Side, Site, Stream, Where, site_name
+
+Weights = FoldReader | ScaleWriter
+
+
+class Closed(Exception):
+    """Say that a stream cannot be taken to another basis: what is in the way, and what to do."""
+
+    def __init__(self, code: str, why: str, remedy: str) -> None:
+        super().__init__(why)
+        self.code, self.why, self.remedy = code, why, remedy
+
+    def refusal(self, site: str) -> Refusal:
+        """Return it as a refusal of a site."""
+        return Refusal(self.code, site, self.why, self.remedy)
+
+
+@dataclass
+class Choice:
+    """Hold operations on a target's weights, and what to do instead where those weights have other uses too."""
+
+    target: str
+    operations: tuple[Operation, ...]
+    instead: tuple[Operation, ...] | Closed
+    taken: bool = True
+
+    @property
+    def weights(self) -> list[Weights]:
+        """Return the changes of weights, if they are made."""
+        return [o for o in self.operations if isinstance(o, Weights)] if self.taken else []
+
+    def decline(self) -> None:
+        """Do the other thing; raise Closed where there is none."""
+        if isinstance(self.instead, Closed):
+            raise self.instead
+        self.taken = False
+
+
+@dataclass
+class Basis:
+    """Walk a stream and collect what a change of basis does to it; a subclass gives the rules.
+
+    `value` is M. The rules return operations, or raise Closed.
+    """
+
+    stream: Stream
+    value: Value
+    choices: list[Choice] = field(default_factory=list)
+
+    mixes = True
+    """Whether M mixes channels, so that one factor per channel does not pass it."""
+
+    # ---- rules; `block` is None at the ends of the stream ----
+
+    def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:
+        """Let a norm that reads the stream give what it gave: an in norm or the final norm."""
+        raise NotImplementedError
+
+    def bare(self, block: Block | None, readers: tuple[Linear, ...], closed: bool) -> tuple[Operation, ...]:
+        """Let linears that read the stream without a norm give what they gave; `closed`: others read it too."""
+        raise NotImplementedError
+
+    def made(self, block: Block | None, site: Site, writers: tuple[Linear, ...]) -> tuple[Operation, ...]:
+        """Let a norm whose output enters the stream give M times that: an out norm or the embedding norm."""
+        raise NotImplementedError
+
+    def through(self, block: Block, site: Site, last: bool) -> tuple[Operation, ...]:
+        """Let a trunk norm take the stream on; the `last` one gives what it gave."""
+        raise NotImplementedError
+
+    def explicit(self, where: Where) -> tuple[Operation, ...] | Closed:
+        """Say how M is applied where no weights can take it: where the stream starts, or at a branch's end."""
+        raise NotImplementedError
+
+    # ---- the walk ----
+
+    def edits(self) -> tuple[Edit, ...]:
+        """Return the edits of the whole change. Raises Closed with the block that is in the way."""
+        self.open_ended()
+        self.start()
+        for block in self.stream.blocks:
+            self.passable(block)
+            self.enter(block)
+            self.leave(block)
+            for site in block.sites:
+                if site.where is Where.POST:
+                    last = self.ends(block) and not (self.stream.final or self.stream.readers)
+                    self.always(block.name, self.through(block, site, last))
+        self.finish()
+        return self.settled()
+
+    def always(self, target: str, operations: tuple[Operation, ...]) -> None:
+        """Let a target have these operations; weights with other uses close the stream."""
+        shared = Closed("LN102", f"a weight of {target} has uses that want another change", "untie it first")
+        if operations:
+            self.choices.append(Choice(target, operations, shared))
+
+    def ends(self, block: Block) -> bool:
+        """Say whether a block is of the last sum."""
+        last = self.stream.blocks[-1]
+        return block is last or (block.parallel_group is not None and block.parallel_group == last.parallel_group)
+
+    def open_ended(self) -> None:
+        """Raise Closed where the stream's states are seen by what is no block of it."""
+        if self.stream.taps:
+            raise Closed("LN120", f"a state of the stream is read by {self.stream.taps[0]} too", "leave it as it is")
+        if self.stream.exits:
+            raise Closed("LN120", f"the last state is read bare by {self.stream.exits[0]}", "leave it as it is")
+
+    def start(self) -> None:
+        """Apply M where the stream starts."""
+        stream, target = self.stream, f"{self.stream.name}.embedding"
+        if stream.embedding:
+            self.always(target, self.made(None, stream.embedding, stream.makers(None, stream.embedding)))
+            return
+        instead = self.explicit(Where.EMBEDDING)
+        if stream.opaque or not stream.sources:
+            self.choices.append(Choice(target, (), instead))
+            self.choices[-1].decline()
+            return
+        self.choices.append(Choice(target, self.multiplied(stream.sources), instead))
+
+    def multiplied(self, writers: Iterable[Linear]) -> tuple[Operation, ...]:
+        """Return the edits that put M into the weights of writers."""
+        return tuple(ScaleWriter(w, self.value) for w in writers)
+
+    def passable(self, block: Block) -> None:
+        """Raise Closed where something stands between blocks, or in a branch, that M does not pass."""
+        if carried := block.barrier(Side.CARRIED):
+            raise Closed("LN114", f"behind {block.name} the stream is {carried}", "leave it as it is")
+        if added := block.barrier(Side.ADDED):
+            why = f"the sum of {block.name} {added}, which no linear map writes"
+            raise Closed("LN120", why, "leave it as it is")
+        if block.barrier(Side.RAW):
+            raise Closed("LN120", f"{block.name} reads the stream with and without its norm", "leave it as it is")
+        if ends := block.barrier(Side.ENDS):
+            why = f"between the out norm of {block.name} and the stream there is more: it {ends}"
+            raise Closed("LN120", why, "leave it as it is")
+        if self.mixes and any(s.vector for s in block.scaled("written", "branch", "skip", "trunk")):
+            why = f"{block.name} has one factor per channel beside the stream"
+            raise Closed("LN123", why, "run absorb-scales first")
+
+    def enter(self, block: Block) -> None:
+        """Let a branch read what it read."""
+        norms = [s for s in block.sites if s.where is Where.IN]
+        for site in norms:
+            self.always(block.name, self.read(block, site))
+        if not norms:
+            self.always(block.name, self.bare(block, block.readers, block.barrier(Side.READ) is not None))
+
+    def leave(self, block: Block) -> None:
+        """Let a branch, and what else its sum adds, write M times what it wrote."""
+        self.always(block.name, self.multiplied(block.added))
+        if site := block.at(Where.OUT):
+            self.always(block.name, self.made(block, site, self.stream.makers(block, site)))
+            return
+        behind = block.barrier(Side.WRITTEN)
+        writers = () if behind else block.writers
+        instead = self.explicit(Where.OUT)
+        if isinstance(instead, Closed):
+            said = f"{block.name} is {behind or 'written by nothing that is seen'}"
+            said = f"a writer of {block.name} is shared" if writers else said
+            instead = Closed(instead.code, f"{said}, {instead.why}", instead.remedy)
+        self.choices.append(Choice(block.name, self.multiplied(writers), instead))
+        if not writers:
+            self.choices[-1].decline()
+
+    def finish(self) -> None:
+        """Let what reads the last state give what it gave."""
+        if final := self.stream.final:
+            self.always(f"{self.stream.name}.final", self.read(None, final))
+        if self.stream.readers:
+            self.always(f"{self.stream.name}.final", self.bare(None, self.stream.readers, False))
+
+    def settled(self) -> tuple[Edit, ...]:
+        """Return the edits, a shared parameter changed once: that is right where all of its uses want the same."""
+        while blocked := list(self.blocked()):
+            for choice in blocked:
+                choice.decline()
+        done: set[Hashable] = set()
+        found: dict[str, list[Operation]] = {}
+        for choice in self.choices:
+            operations = choice.operations if choice.taken else choice.instead
+            assert not isinstance(operations, Closed)
+            for operation in operations:
+                key = (linear_of(operation).param, effect(operation)) if isinstance(operation, Weights) else None
+                bias = operation.writer.bias if isinstance(operation, ScaleWriter) else None
+                own = bias, effect(operation) if isinstance(operation, Weights) else None
+                if key is None or key not in done:
+                    found.setdefault(choice.target, []).append(operation)
+                elif isinstance(operation, ScaleWriter) and bias and own not in done:  # one weight, several biases
+                    alone = replace(operation, writer=Linear(bias, -1, table=True))
+                    found.setdefault(choice.target, []).append(alone)
+                done |= {key, own}
+        return tuple(Edit(target, tuple(operations)) for target, operations in found.items())
+
+    def blocked(self) -> Iterator[Choice]:
+        """Yield the choices that change a parameter with uses that this change does not reach, or changes otherwise."""
+        wanted = Counter((linear_of(w).param, effect(w)) for c in self.choices for w in c.weights)
+        for choice in self.choices:
+            if any(wanted[linear_of(w).param, effect(w)] != linear_of(w).uses for w in choice.weights):
+                yield choice
+
+
+def linear_of(change: Weights) -> Linear:
+    """Return the linear map that a change edits."""
+    return change.reader if isinstance(change, FoldReader) else change.writer
+
+
+def effect(change: Weights) -> Hashable:
+    """Say what a change does to its parameter: a reader's matrix stands on the other side of a writer's."""
+    scale = change.scale
+    if isinstance(change, FoldReader) and isinstance(scale, Rotation):
+        scale = scale.transposed
+    return linear_of(change).axis, scale, change.shift
+
+
+def proposal(stream: Stream, edits: Iterable[Edit], why: str, **rest: Any) -> Proposal:
+    """Return a proposal in which every site that no edit sets and no refusal names is not applicable, and why."""
+    edits = tuple(edits)
+    blocks = {b.name: b for b in stream.blocks}
+    named: set[str] = {r.site for r in rest.get("refusals", ())}
+    for edit in edits:
+        block = blocks.get(edit.target)
+        for operation in edit.operations:
+            site = block.at(operation.where, operation.index) if block and isinstance(operation, SetNorm) else None
+            if isinstance(operation, SetNorm):
+                named.add(site_name(block, site) if block and site else edit.target)
+        named |= {edit.target} if block and not block.sites else set()
+    owners = {site_name(b, s): b.name for b in stream.blocks for s in b.sites}
+    wanted = [name for name, _ in stream.sites()] + [b.name for b in stream.blocks if not b.sites]
+    silent = [n for n in wanted if named.isdisjoint({n, owners.get(n, n), stream.name})]
+    return Proposal(edits, not_applicable=tuple((name, why) for name in silent), **rest)

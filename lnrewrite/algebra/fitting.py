@@ -1,0 +1,132 @@
+"""Fit gains on samples: weighted least squares per channel, with outlying tokens left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..ir.network import Kind
+
+Array = NDArray[np.float64]
+
+OUTLIER = 20.0
+"""A token whose size is this many times the median (attention sinks, padding) takes no part in a fit."""
+
+
+def size(x: Array) -> Array:
+    """Return the root mean square of each row of x [tokens, width]: [tokens]."""
+    return np.asarray(np.sqrt((x * x).mean(-1)))
+
+
+def spread(kind: Kind, x: Array) -> Array:
+    """Return what a norm of this kind divides each row by, eps left out: the standard deviation, or the RMS."""
+    return size(x - x.mean(-1, keepdims=True)) if kind is Kind.LAYER else size(x)
+
+
+def unit(kind: Kind, x: Array, eps: float) -> Array:
+    """Return layer or rms norm of rows x [tokens, width] with unit gain: x / sqrt(mean(x^2) + eps)."""
+    if kind is Kind.LAYER:
+        x = x - x.mean(-1, keepdims=True)
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps))
+
+
+def usual(x: Array) -> Array:
+    """Return 1.0 for tokens of ordinary size, 0.0 for outliers: [tokens]."""
+    r = size(x)
+    return np.asarray((r <= OUTLIER * np.median(r)).astype(np.float64))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Hold target ~ scale * base + shift, per channel, and its relative squared error."""
+
+    scale: Array
+    shift: Array | None
+    error: float
+    value: Array
+
+
+def fit(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit:
+    """Fit scale (and shift) [width] so that scale * base + shift comes closest to target [tokens, width].
+
+    Weighted least squares: scale = E[w t b] / E[w b^2], with a shift Cov / Var (normalization reference E.2). The error
+    is E[w |t - fit|^2] / E[w |t|^2] over the tokens that weigh anything.
+    """
+    w = (weight / max(weight.sum(), 1e-300))[:, None]
+    zero: Any = 0.0
+    mean_b, mean_t = ((w * base).sum(0), (w * target).sum(0)) if shift else (zero, zero)
+    b, t = base - mean_b, target - mean_t
+    power = (w * b * b).sum(0)
+    scale = np.where(power > 0, (w * b * t).sum(0) / np.where(power > 0, power, 1.0), 1.0)
+    offset = mean_t - scale * mean_b if shift else None
+    value = scale * base + (offset if offset is not None else 0.0)
+    total = float((w * target * target).sum())
+    error = float((w * (target - value) ** 2).sum()) / total if total else 0.0
+    return Fit(scale, offset, error, value)
+
+
+def mix(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit | None:
+    """Fit target ~ scale @ base + shift with a full matrix scale [width, width], or None where that does not pay.
+
+    Ridge regression, judged on a quarter of the tokens that it was not fitted on against the diagonal `fit`: with few
+    tokens, or where size and direction of base have nothing to do with each other, a matrix only fits noise.
+    """
+    last = np.arange(len(base)) % 4 == 3
+    if (~last).sum() < 2 * base.shape[1]:
+        return None
+    matrix, offset = _regress(base[~last], target[~last], weight[~last], shift)
+    plain = fit(base[~last], target[~last], weight[~last], shift)
+    w = weight[last][:, None]
+    here, there = base[last], target[last]
+    dense = float((w * (there - here @ matrix.T - offset) ** 2).sum())
+    constant = 0.0 if plain.shift is None else plain.shift
+    if dense >= 0.95 * float((w * (there - here * plain.scale - constant) ** 2).sum()):
+        return None
+    matrix, offset = _regress(base, target, weight, shift)
+    total = max(float((w * there**2).sum()), 1e-300)
+    return Fit(matrix, offset if shift else None, dense / total, base @ matrix.T + offset)
+
+
+def _regress(base: Array, target: Array, weight: Array, shift: bool) -> tuple[Array, Array]:
+    w = (weight / max(weight.sum(), 1e-300))[:, None]
+    mean_b, mean_t = ((w * base).sum(0), (w * target).sum(0)) if shift else (np.zeros(base.shape[1]),) * 2
+    b, t = base - mean_b, target - mean_t
+    gram = (w * b).T @ b
+    if not gram.any():
+        return gram, mean_t
+    gram += np.eye(len(gram)) * np.trace(gram) / len(gram) * 1e-3
+    matrix = np.linalg.solve(gram, (w * b).T @ t).T
+    return matrix, mean_t - matrix @ mean_b
+
+
+def metric(f: Array, weight: Array, steps: int = 200) -> Array:
+    """Choose a [width] > 0 so that the size of a * f varies least over the tokens of f [tokens, width].
+
+    A norm put behind f divides by the size of f; behind a * f, with a gain of c / a, it divides by another size of the
+    same f, and the less that varies, the less the norm changes. Minimises E[w |f|^2 (sum_j q_j f_j^2 / d - m)^2] over
+    q = a^2, m the mean square, pulled to q = 1 by a ridge as strong as the mean eigenvalue: projected gradient steps.
+    Where the size of f is constant, a = 1.
+    """
+    power = (f * f).mean(-1)
+    w = weight * power / max(float((weight * power).sum()), 1e-300)
+    z = f * f / max(float((w * power).sum()) * f.shape[1], 1e-300)
+    gram, goal = (z * w[:, None]).T @ z, (z * w[:, None]).sum(0)
+    ridge = float(np.trace(gram)) / len(gram)
+    q = np.ones(len(gram))
+    top = np.ones(len(gram))
+    for _ in range(30):
+        top = gram @ top
+        top /= max(float(np.linalg.norm(top)), 1e-300)
+    rate = 1 / max(1.05 * float(top @ gram @ top) + ridge, 1e-300)
+    for _ in range(steps):
+        q = np.maximum(q - rate * (gram @ q - goal + ridge * (q - 1)), 0.05)
+    return np.asarray(np.sqrt(q))
+
+
+def careful_eps(eps: float, branch: Array) -> float:
+    """Return `eps`, or the power of ten at most a thousandth of the smallest branch's mean square (reference E.2)."""
+    floor = float(np.quantile((branch * branch).mean(-1), 0.001)) * 1e-3
+    return eps if eps <= floor or floor <= 0 else float(f"1e{int(np.floor(np.log10(floor)))}")

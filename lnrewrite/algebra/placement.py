@@ -1,0 +1,290 @@
+"""Walk a stream's trunk through a conversion, token by token, and fit what compensates each norm switched on or off.
+
+This is the method of `place`; the identities it rests on stand in that pass's docstring.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ..errors import Refusal
+from ..ir.edits import Affine, Edit, FoldReader, Gain, Operation, ScaleWriter, SetNorm, Value, Vectors
+from ..ir.network import Block, Kind, Linear, Norm, Side, Site, Stream, Where
+from ..pipeline.driver import Context, Samples
+from .fitting import Fit, careful_eps, fit, metric, mix, size, spread, unit, usual
+
+WRITABLE = {Kind.LAYER, Kind.RMS}
+"""The kinds of norm that can be put in or taken out."""
+
+
+def usual_norm(norms: Iterable[Norm], wanted: str = "auto") -> tuple[Kind, float, bool]:
+    """Return kind (or the `wanted` one), eps and whether there is a bias, as most of the norms have them."""
+    writable = [n for n in norms if n.kind in WRITABLE]
+    found = Counter(n.kind for n in writable)
+    kind = Kind(wanted) if wanted != "auto" else found.most_common(1)[0][0] if found else Kind.RMS
+    alike = [n for n in writable if n.kind is kind]
+    eps = Counter(n.eps for n in alike).most_common(1)[0][0] if alike else 1e-5 if kind is Kind.LAYER else 1e-6
+    return kind, eps or 1e-6, kind is Kind.LAYER and (not alike or any(n.beta for n in alike))
+
+
+def switches(block: Block) -> set[Where]:
+    """Return at which of its three switchable sites (in, out, post) a block holds a norm."""
+    return {s.where for s in block.sites} & {Where.IN, Where.OUT, Where.POST}
+
+
+@dataclass
+class Walk:
+    """Walk a stream's trunk in the converted model, token by token, and collect the edits.
+
+    `trunk` [tokens, width] is what the next sum's skip carries, `ratio` [tokens] its size in units of the original
+    trunk, `carried` the trunk norm that was taken off the trunk just before (post off), `unit` whether a trunk norm
+    of unit gain was put on (post on).
+    """
+
+    stream: Stream
+    context: Context
+    wanted: dict[str, set[Where]]
+    kind: Kind
+    eps: float
+    beta: bool
+    vectors: Vectors = field(default_factory=Vectors)
+    refusals: list[Refusal] = field(default_factory=list)
+    folded: set[str] = field(default_factory=set)
+
+    def edits(self) -> list[Edit]:
+        samples = self.context.samples()
+        sums = [list(g) for _, g in groupby(self.stream.blocks, key=lambda b: b.anchor.total)]
+        first = sums[0][0]
+        self.trunk: Any = samples[first.name].state
+        self.ratio: Any = np.ones(len(self.trunk))
+        self.carried: Norm | None = None
+        self.unit = False
+        found: list[Edit] = []
+        if self.turns(first, Where.POST, on=True) and not self.stream.embedding:
+            ones = self.vectors.add(np.ones(self.stream.width))
+            found.append(
+                Edit(f"{self.stream.name}.embedding", (SetNorm(Where.EMBEDDING, self.norm(first, self.eps), ones),))
+            )
+            self.normalise()
+        for index, group in enumerate(sums):
+            for block in group:
+                if len(samples[block.name].branch) != len(self.trunk):
+                    self.refuse(block, "LN114", "the stream changes its number of tokens on the way")
+                    return found
+            found += self.sum(group, samples, last=index == len(sums) - 1)
+            if index + 1 < len(sums):
+                self.follow(group[-1], samples[group[-1].name], sums[index + 1][0], samples[sums[index + 1][0].name])
+        return found
+
+    def turns(self, block: Block, where: Where, on: bool) -> bool:
+        """Say whether the block's norm at `where` is switched on (or off)."""
+        held, wanted = switches(block), self.wanted.get(block.name, switches(block))
+        return (where in wanted - held) if on else (where in held - wanted)
+
+    def refuse(self, block: Block, code: str, why: str) -> None:
+        self.refusals.append(Refusal(code, block.name, why, "leave it out with blocks=, or choose another placement"))
+
+    def sum(self, group: list[Block], samples: Any, last: bool) -> list[Edit]:
+        """Return the edits of the branches of one sum, and take the trunk through it."""
+        done: dict[str, tuple[list[Operation], list[Fit]]] = {}
+        factor, more = _kept(group, samples)
+        skip = factor * self.trunk + more
+        total = sum(samples[b.name].total for b in group[:1]) * self.ratio[:, None]
+        weight = 1 / np.maximum((total**2).mean(-1), 1e-300)
+        for block in group:
+            operations: list[Operation] = []
+            fits: list[Fit] = []
+            self.read(block, samples[block.name], operations, fits)
+            if block is group[0] and self.carried and (self.carried.gamma or self.carried.beta):
+                after = fit(
+                    self.trunk,
+                    samples[block.name].state * self.ratio[:, None],
+                    1 / self.ratio**2,
+                    shift=bool(self.carried.beta),
+                )
+                operations.append(Affine(Where.POST, self.vector(after.scale), self.vector(after.shift)))
+                fits.append(after)
+                skip = factor * after.value
+            skip = skip + self.write(block, samples[block.name], weight, operations, fits)
+            done[block.name] = operations, fits
+        self.trunk = skip
+        self.after(group[-1], samples[group[-1].name], last, *done[group[-1].name])
+        return [self.edit(b, *done[b.name], samples[b.name]) for b in group if done[b.name][0]]
+
+    def edit(self, block: Block, operations: list[Operation], fits: list[Fit], seen: Samples) -> Edit:
+        r = size(seen.branch)
+        cv = float(r.var() / max((r * r).mean(), 1e-300))
+        note = f"spread of the branch's size CV^2/(1+CV^2) {cv:.3g}"
+        return Edit(block.name, tuple(operations), max((f.error for f in fits), default=0.0), note)
+
+    def norm(self, block: Block, eps: float) -> Norm:
+        """Return a norm without gain over the block's channels."""
+        return Norm(self.kind, eps, axis=block.anchor.axis)
+
+    def vector(self, values: Any) -> Any:
+        return None if values is None else self.vectors.add(np.ascontiguousarray(values))
+
+    def read(self, block: Block, seen: Samples, operations: list[Operation], fits: list[Fit]) -> None:
+        """Let the branch read what it read: keep, insert, take over or remove its in norm."""
+        site = block.at(Where.IN)
+        if self.turns(block, Where.IN, on=True):
+            if self.carried:
+                operations.append(SetNorm(Where.IN, replace(self.carried, axis=block.anchor.axis)))
+                return
+            base = unit(self.kind, self.trunk, self.eps)
+            found = fit(base, seen.read, usual(seen.read), self.beta)
+            operations.append(
+                SetNorm(Where.IN, self.norm(block, self.eps), self.vector(found.scale), self.vector(found.shift))
+            )
+            fits.append(found)
+        elif self.turns(block, Where.IN, on=False) and site:
+            shared = site.origin[-1] in self.folded
+            operations += [] if shared else [SetNorm(Where.IN, None)]
+            self.compensate(block, site, seen, operations, fits, shared)
+            self.folded.add(site.origin[-1])
+        elif site is None and (self.carried or self.unit):
+            self.compensate(block, site, seen, operations, fits, False)
+
+    def compensate(
+        self, block: Block, site: Site | None, seen: Samples, operations: list[Operation], fits: list[Fit], shared: bool
+    ) -> None:
+        """Let the readers see scale * trunk + shift: folded into them where that is whole, else as an operation."""
+        readers = site.readers if site else block.readers
+        whole = _whole(block, site, self.beta)
+        if self.unit and site and site.norm.kind is self.kind and not site.norm.computed:
+            n = site.norm
+            scale: Any = Gain(n.gamma, n.plus_one) if n.gamma else None
+            shift: Any = Gain(n.beta) if n.beta else None
+        else:
+            weight = usual(self.trunk) * usual(seen.read)
+            found = fit(self.trunk, seen.read, weight, self.beta)
+            mixing = whole and not any(r.apart for r in readers)
+            if mixing and (dense := mix(self.trunk, seen.read, weight, self.beta)):
+                found = dense
+            fits.append(found)
+            scale, shift = self.vector(found.scale), self.vector(found.shift)
+        if not (whole and shared):
+            operations += reading(block, site, scale, shift)
+
+    def write(self, block: Block, seen: Samples, weight: Any, operations: list[Operation], fits: list[Fit]) -> Any:
+        """Let the branch add what it added, in the trunk's new size; return what it adds."""
+        goal = seen.branch * self.ratio[:, None]
+        weight = weight * usual(goal)
+        if not seen.branch.any():
+            self.refuse(block, "LN112", "its branch is zero on the calibration data")
+            return goal
+        if self.turns(block, Where.OUT, on=True):
+            even = metric(seen.branch, weight)
+            self.rescale(block, even, None, operations)
+            eps = careful_eps(self.eps, seen.branch * even)
+            found = fit(unit(self.kind, seen.branch * even, eps), goal, weight, self.beta)
+            operations.append(
+                SetNorm(Where.OUT, self.norm(block, eps), self.vector(found.scale), self.vector(found.shift))
+            )
+        elif self.turns(block, Where.OUT, on=False):
+            operations.append(SetNorm(Where.OUT, None))
+            site = block.at(Where.OUT)
+            found = fit(self.without(site, seen), goal, weight, bool(site and site.norm.beta))
+            self.rescale(block, found.scale, found.shift, operations)
+        elif self.carried or self.unit:
+            found = fit(seen.branch, goal, weight)
+            self.rescale(block, found.scale, found.shift, operations)
+        else:
+            return goal
+        fits.append(found)
+        return found.value
+
+    def without(self, site: Site | None, seen: Samples) -> Any:
+        """Return the branch's end without its out norm: constant scales between the norm and the sum stay."""
+        assert site is not None
+        normed = self.value(site.norm, unit(site.norm.kind, seen.written, site.norm.eps))
+        return seen.written * fit(normed, seen.branch, np.ones(len(normed))).scale
+
+    def value(self, norm: Norm, u: Any) -> Any:
+        gain = 1.0 if norm.computed else self.context.gain(norm)
+        return gain * u + (self.context.values(norm.beta) if norm.beta else 0.0)
+
+    def rescale(self, block: Block, by: Any, plus: Any, operations: list[Operation]) -> None:
+        """Let the branch end in by * f + plus: in its writers where that is whole, else as an operation."""
+        operations += writing(block, self.vector(by), self.vector(plus))
+
+    def after(self, block: Block, seen: Samples, last: bool, operations: list[Operation], fits: list[Fit]) -> None:
+        """Take the trunk through the norm after a sum: kept, put on, or taken off."""
+        site = block.at(Where.POST)
+        self.carried, self.unit = None, False
+        if self.turns(block, Where.POST, on=True):
+            if last and self.stream.final:
+                return
+            if last:
+                found = fit(unit(self.kind, self.trunk, self.eps), seen.total, usual(seen.total), self.beta)
+                fits.append(found)
+                operations.append(
+                    SetNorm(Where.POST, self.norm(block, self.eps), self.vector(found.scale), self.vector(found.shift))
+                )
+                return
+            operations.append(SetNorm(Where.POST, self.norm(block, self.eps), self.vector(np.ones(self.stream.width))))
+            self.normalise()
+        elif self.turns(block, Where.POST, on=False) and site and not last:
+            operations.append(SetNorm(Where.POST, None))
+            self.ratio = np.sqrt(spread(site.norm.kind, self.trunk) ** 2 + max(site.norm.eps, 1e-12))
+            self.carried = site.norm
+        elif site:
+            self.trunk = self.value(site.norm, unit(site.norm.kind, self.trunk, site.norm.eps))
+            self.ratio = np.ones(len(self.trunk))
+
+    def normalise(self) -> None:
+        self.ratio = self.ratio / np.sqrt(spread(self.kind, self.trunk) ** 2 + self.eps)
+        self.trunk = unit(self.kind, self.trunk, self.eps)
+        self.unit = True
+
+    def follow(self, block: Block, seen: Samples, onward: Block, after: Samples) -> None:
+        """Take the trunk along to the next sum, through a constant scale where the model has one."""
+        if block.at(Where.POST) or (
+            seen.total.shape == after.state.shape and np.allclose(seen.total, after.state, rtol=1e-4, atol=1e-6)
+        ):
+            return
+        if self.carried or self.unit or len(after.state) != len(self.trunk):
+            self.refuse(onward, "LN114", "the trunk is scaled or transformed between blocks")
+        self.trunk = after.state * 1.0
+
+
+def _kept(group: list[Block], samples: Any) -> tuple[Any, Any]:
+    """Return what a sum makes of its state, besides branches: the skip's factor, and what else the sum adds."""
+    first, seen = group[0], samples[group[0].name]
+    if not (first.scaled("skip") or first.added or first.barrier(Side.ADDED)):
+        return first.scale, 0.0
+    rest = seen.total - sum(samples[b.name].branch for b in group)
+    by = fit(seen.state, rest, np.ones(len(rest))).scale if first.scaled("skip") else first.scale
+    return by, rest - by * seen.state
+
+
+def reading(block: Block, site: Site | None, scale: Value | None, shift: Value | None) -> list[Operation]:
+    """Return what lets a branch see scale * u + shift: folded into its readers where that is whole, else on its way."""
+    if _whole(block, site, shift is not None):
+        return [FoldReader(r, scale, shift) for r in (site.readers if site else block.readers)]
+    return [Affine(Where.IN, scale, shift)] if scale or shift else []
+
+
+def writing(block: Block, scale: Value | None, shift: Value | None) -> list[Operation]:
+    """Return what lets a branch end in scale * f + shift: in its writers where that is whole, else at its end."""
+    alone = len(block.writers) == 1 or shift is None
+    if not block.barrier(Side.WRITTEN) and block.writers and alone and scale and _free(block.writers, bool(shift)):
+        return [ScaleWriter(w, scale, shift) for w in block.writers]
+    return [Affine(Where.OUT, scale, shift)]
+
+
+def _whole(block: Block, site: Site | None, shift: bool) -> bool:
+    """Say whether all that reads the branch's entrance are linear maps of its own that take a scale (and shift)."""
+    readers = site.readers if site else block.readers
+    return not (site.taps if site else block.barrier(Side.READ)) and _free(readers, shift)
+
+
+def _free(linears: tuple[Linear, ...], shift: bool) -> bool:
+    """Say whether an edit of these linears touches nothing else and can take a shift where there is one."""
+    return bool(linears) and not any(w.shared for w in linears) and (not shift or all(w.exact for w in linears))

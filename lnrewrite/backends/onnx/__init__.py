@@ -1,0 +1,1 @@
+"""ONNX graphs: read, lifted, edited, translated to, run by ONNX Runtime."""

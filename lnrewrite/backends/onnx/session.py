@@ -1,0 +1,198 @@
+"""Run an ONNX model as a torch module is run: in ONNX Runtime, or in float64 as the judge of exact rewrites."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from ...errors import LnrewriteError
+from ...kernels.library import DOMAIN, find, register
+from .double import doubled, widened
+from .file import ONE_FILE, bytes_of, whole, write
+from .remote import Died, Failed, Session
+from .server import LEVELS
+
+TORCH = {
+    ir.DataType.FLOAT: torch.float32, ir.DataType.DOUBLE: torch.float64, ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.BFLOAT16: torch.bfloat16, ir.DataType.INT64: torch.int64, ir.DataType.INT32: torch.int32,
+    ir.DataType.BOOL: torch.bool, ir.DataType.INT8: torch.int8, ir.DataType.UINT8: torch.uint8,
+    ir.DataType.INT16: torch.int16,
+}  # fmt: skip
+
+
+class OnnxModule(torch.nn.Module):
+    """Call an ONNX model by its inputs' names (or in their order); returns its outputs by name, tensors on the CPU.
+
+    `precision` says what it computes in: as the model is written, or float64 after `double()`.
+    """
+
+    def __init__(self, model: ir.Model, precision: str = "as written") -> None:
+        super().__init__()
+        self.model, self.precision = model, precision
+        self._watched: dict[tuple[str, ...], Session] = {}
+
+    def forward(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
+        """Run the model. Raises LnrewriteError LN022 for wrong inputs, LN030 where ONNX Runtime refuses the model."""
+        return self.watch((), *args, **inputs)
+
+    def watch(self, names: Sequence[str], *args: Any, **inputs: Any) -> dict[str, Tensor]:
+        """Run the model and return the values of these names too."""
+        key = tuple(sorted(set(names)))
+        if key not in self._watched or self._watched[key].gone:
+            self._watched[key] = load(_watching(self.model, key))
+        held = [str(v.name) for v in self.model.graph.outputs]
+        wanted = [*held, *(n for n in key if n not in held)]
+        try:
+            found = self._watched[key](self.feed(args, inputs))
+        except Failed as why:
+            raise LnrewriteError("LN022", "ONNX Runtime", _telling(why), "give inputs that the model takes") from why
+        except Died as how:
+            raise _dead(how) from how
+        return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found.values(), strict=True)}
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a user should know of how the model ran."""
+        if all(session.level == LEVELS[0] for session in self._watched.values()):
+            return []
+        return ["ONNX Runtime dies on it at its highest level of optimization (it ran at the next); a session of the "
+                "CPU needs graph_optimization_level = ORT_ENABLE_EXTENDED"]  # fmt: skip
+
+    @cached_property
+    def inputs(self) -> dict[str, ir.Value]:
+        """Return the inputs that a call gives, by name."""
+        return {str(v.name): v for v in self.model.graph.inputs if v.const_value is None}
+
+    def feed(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return a call's inputs as arrays of the types that the model declares."""
+        given: dict[str, Any] = {**dict(zip(self.inputs, args, strict=False)), **inputs}
+        wanted = ", ".join(self.inputs)
+        for kind, names in (("lacks", self.inputs.keys() - given), ("has an unknown", given.keys() - self.inputs)):
+            if names:
+                why = f"it {kind} input {', '.join(sorted(names))}"
+                raise LnrewriteError("LN022", "inputs", why, f"give exactly these inputs: {wanted}")
+        return {name: self.array(value, given[name]) for name, value in self.inputs.items()}
+
+    def array(self, like: ir.Value, given: Any) -> np.ndarray:
+        tensor = torch.as_tensor(given).detach().cpu()
+        sizes = [d if isinstance(d, int) else None for d in like.shape or ()]
+        if like.shape is not None and (
+            tensor.dim() != len(sizes) or any(a not in (None, b) for a, b in zip(sizes, tensor.shape, strict=True))
+        ):
+            why = f"{like.name} has shape {list(tensor.shape)}, the model takes {like.shape}"
+            raise LnrewriteError("LN022", "inputs", why, "give inputs of that shape")
+        dtype = TORCH.get(like.dtype, tensor.dtype) if like.dtype is not None else tensor.dtype
+        return tensor.to(torch.float32 if dtype is torch.bfloat16 else dtype).numpy()
+
+    def double(self) -> OnnxModule:  # type: ignore[override]
+        """Return the model computing in float64; in float32, where an operator of it is not known here."""
+        exact = OnnxModule(doubled(self.model), "float64")
+        try:
+            exact._watched[()] = load(exact.model)
+        except LnrewriteError:
+            return OnnxModule(widened(self.model, ir.DataType.FLOAT), "float32")
+        return exact
+
+
+def runnable(model: ir.Model) -> OnnxModule:
+    """Return the model as the CPU can run it: in float32, on its rounded weights, where kernels lack (bfloat16)."""
+    if any(v.dtype is ir.DataType.BFLOAT16 for node in model.graph for v in node.outputs):
+        return OnnxModule(widened(model, ir.DataType.FLOAT), "float32")
+    return OnnxModule(model)
+
+
+SPARE, PER_BYTE = 1 << 28, 16
+
+
+def check_sizes(model: ir.Model) -> None:
+    """Raise LnrewriteError LN039 for a value of more numbers than a model of so many bytes of weights computes."""
+    most = SPARE + PER_BYTE * bytes_of(model)
+    for node in model.graph:
+        for value in node.outputs:
+            sizes = [d for d in value.shape or () if isinstance(d, int)]
+            if prod(sizes) > most:
+                why = f"{value.name} has {prod(sizes)} numbers, more than the {most} that are taken for such weights"
+                raise LnrewriteError("LN039", "the model", why, "export it with smaller, or named, dimensions")
+
+
+def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:
+    """Return the model with these values as further outputs."""
+    if not names:
+        return model
+    model = model.clone()
+    values = ir.convenience.create_value_mapping(model.graph)
+    held = {v.name for v in model.graph.outputs}
+    model.graph.outputs.extend(values[n] for n in names if n not in held)
+    return model
+
+
+def load(model: ir.Model) -> Session:
+    """Load a model into ONNX Runtime, bfloat16 inputs and outputs as float32, which numpy has.
+
+    Raises LnrewriteError LN030 where ONNX Runtime refuses it or dies on it, LN039 where a value of it is declared too
+    large to hold.
+    """
+    check_sizes(model)
+    model, library = _plain_ends(model), None
+    if any(node.domain == DOMAIN for node in model.graph) and (library := find()) is not None:  # else by definitions
+        import onnxruntime
+
+        register(onnxruntime.SessionOptions(), "the model")  # raises where it does not load
+    if (size := bytes_of(model)) <= ONE_FILE:
+        return _opened(ir.to_proto(whole(model)).SerializeToString(), size, library)
+    with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:
+        return _opened(str(write(model, Path(folder) / "model.onnx")[0]), size, library)
+
+
+def _opened(model: str | bytes, size: int, library: Path | None) -> Session:
+    """Open a file's path or content at the highest level of optimization that ONNX Runtime survives."""
+    died: Died
+    for level in LEVELS:
+        try:
+            return Session(model, size, level, str(library) if library else None)
+        except Failed as why:
+            raise LnrewriteError("LN030", "ONNX Runtime", _telling(why), "see `lnrewrite explain LN030`") from why
+        except Died as how:
+            died = how
+    raise _dead(died) from died
+
+
+def _dead(how: Died) -> LnrewriteError:
+    return LnrewriteError("LN030", "ONNX Runtime", f"its process died: {how}", "see `lnrewrite explain LN030`")
+
+
+def _telling(why: Exception) -> str:
+    """Return the line of ONNX Runtime's message that says what is wrong."""
+    return str(why).partition("\n")[0].rpartition("] : ")[2].partition(" : ")[2] or str(why)
+
+
+def _plain_ends(model: ir.Model) -> ir.Model:
+    """Return the model taking and giving float32 where it takes and gives bfloat16."""
+    if not any(v.dtype is ir.DataType.BFLOAT16 for v in (*model.graph.inputs, *model.graph.outputs)):
+        return model
+    model = model.clone()
+    graph = model.graph
+    for value in list(graph.inputs):
+        if value.dtype is ir.DataType.BFLOAT16:
+            cast = ir.node("Cast", [value], {"to": ir.DataType.BFLOAT16})
+            cast.outputs[0].dtype, cast.outputs[0].shape = ir.DataType.BFLOAT16, value.shape
+            value.replace_all_uses_with(cast.outputs[0])
+            cast.replace_input_with(0, value)
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+            graph.insert_before(graph[0], cast)
+    for index, value in enumerate(list(graph.outputs)):
+        if value.dtype is ir.DataType.BFLOAT16:
+            cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+            cast.outputs[0].dtype, cast.outputs[0].shape = ir.DataType.FLOAT, value.shape
+            graph.append(cast)
+            graph.outputs[index] = cast.outputs[0]
+    return model

@@ -1,0 +1,1 @@
+"""Captured torch graphs: captured, lifted, edited, run in float64."""

@@ -1,0 +1,347 @@
+"""Capture a module with torch.export: functional, with the dimensions dynamic that really are."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from ...errors import LnrewriteError, told
+from ...quiet import untraced
+from .checked import check, others, run
+from .fixed import drop_settled, fixed_paths, mark, other_path, read_by
+from .module import CapturedModule, trees, unlift
+
+TANGLED = 300
+CHOSEN = "what torch.export found at the example inputs"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Hold a captured module with the inputs it was captured with, and what a user should know about it."""
+
+    module: CapturedModule
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    dynamic: tuple[str, ...] = field(default=())
+
+
+def capture_module(
+    module: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    children: Callable[[Any, Any], Sequence[str]] | None = None,
+) -> Capture:
+    """Capture a module in eval mode, on its own device and dtype.
+
+    dynamic_shapes as torch.export takes it; None lets batch and sequence be dynamic where a run at a second size
+    agrees with the module. `children` chooses, by args and kwargs, the submodules of whose calls it is kept what
+    entered and left them. Raises LnrewriteError LN023 where torch.export and draft_export both fail, or
+    what they make is not what the module computes on these inputs.
+    """
+    notes: list[str] = []
+    positional, keywords = tuple(args), dict(kwargs or {})
+    takes = _parameters(module)
+    if "use_cache" in takes and "use_cache" not in keywords:
+        keywords["use_cache"] = False
+        notes.append("use_cache=False was set: a cache in the outputs cannot be captured")
+    if dynamic_shapes is None:
+        positional, keywords = _two_rows(positional, keywords)
+    positional, keywords = pytree.tree_map_only(torch.Tensor, _apart(), (positional, keywords))
+    kept_calls = tuple(children(positional, keywords)) if children else ()
+    with evaluating(module), quiet():
+
+        def made(trace: Trace) -> CapturedModule:
+            given = dynamic_shapes is not None
+            return trace(dynamic_shapes) if given else _dynamic(module, positional, keywords, notes, trace)
+
+        captured = _any_way(module, positional, keywords, kept_calls, made)
+        if fixed_paths(captured.graph) or not _symbols(captured) or dynamic_shapes is not None:
+            notes += check(module, captured, positional, keywords)  # `holds` has compared the others
+    s = captured.signature
+    given = {**dict(zip(s.names, positional, strict=False)), **keywords}
+    kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
+    if module.training:
+        captured.train()
+    return Capture(captured, *kept, tuple(notes), tuple(sorted(_symbols(captured))))
+
+
+def from_program(program: ExportedProgram) -> Capture:
+    """Take over a program that torch.export made (and torch.save'd or not)."""
+    args, kwargs = program.example_inputs or ((), {})
+    signature = program.module_call_graph[0].signature
+    names = tuple(signature.forward_arg_names or ()) if signature else ()
+    with quiet():
+        captured = unlift(program, names)
+        if captured.graph.find_nodes(op="call_function", target=torch.sym_ite):  # a truth value of a tensor was read
+            mark(captured, CHOSEN)
+    s = captured.signature
+    given = {**dict(zip(s.names, args, strict=False)), **kwargs}
+    if missing := [n for n in (*s.positional, *s.keywords) if n not in given]:
+        why, remedy = f"it holds no example of its input {missing[0]}", "export it again, and save it with its inputs"
+        raise LnrewriteError("LN020", "the program", why, remedy)
+    kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
+    if not _are_of(captured, kept):
+        why, remedy = "its example inputs are not of the form that it takes", "export it again"
+        raise LnrewriteError("LN020", "the program", why, remedy)
+    return Capture(captured, *kept, dynamic=tuple(sorted(_symbols(captured))))
+
+
+def _are_of(module: CapturedModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Return whether inputs nest as a graph's do, with tensors of its dtypes and numbers of axes."""
+
+    def alike(a: Any, b: Any) -> bool:
+        if a.type != b.type or a.num_leaves != b.num_leaves:
+            return False
+        plain = a.type in (dict, list, tuple)  # what others keep as their context may differ
+        return not plain or a.context == b.context and all(map(alike, a.children(), b.children()))
+
+    leaves, found = pytree.tree_flatten(inputs)
+    if not alike(trees(module).in_spec, found):
+        return False
+    tensors = [(t.dtype, t.dim()) for t in leaves if isinstance(t, torch.Tensor)]
+    return tensors == [(t.dtype, t.dim()) for t in _placeholders(module)]
+
+
+def export_again(module: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """Export a captured (and edited) module with the dimensions dynamic that its placeholders have dynamic."""
+    leaves = iter(_placeholders(module))
+
+    def axes(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        return {i: Dim.AUTO for i, d in enumerate(next(leaves).shape) if not isinstance(d, int)}
+
+    shapes = pytree.tree_map(axes, (args, kwargs))
+    with quiet():
+        return torch.export.export(module, args, kwargs, dynamic_shapes=(*shapes[0], *shapes[1].values()), strict=False)
+
+
+def _placeholders(module: CapturedModule) -> list[torch.Tensor]:
+    values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(module.forward).parameters
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    if isinstance(module, CapturedModule):
+        return module.signature.names
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(n for n, p in _parameters(module).items() if p.kind in kinds)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into eval mode for a while, and every submodule back as it was."""
+    was = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, mode in was.items():
+            m.training = mode
+        if isinstance(module, CapturedModule):
+            module.train(was[module])
+
+
+def dry(module: nn.Module) -> Any:
+    """Return what a module without weights (on the meta device) runs under: sizes alone, and it is told so."""
+    empty = any(p.is_meta for p in module.parameters())
+    return FakeTensorMode(allow_non_fake_inputs=True) if empty else nullcontext()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what torch.export prints and logs to itself; what matters comes back as notes and errors."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    nowhere = io.StringIO()
+    try:
+        with torch.no_grad(), redirect_stdout(nowhere), redirect_stderr(nowhere), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _frozen(module: nn.Module) -> str:
+    """Say what train() cannot switch in a graph captured in eval mode."""
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+        return "batch norm"
+    rates = [v for m in module.modules() if not isinstance(m, nn.Dropout) for k, v in vars(m).items() if "dropout" in k]
+    return "the dropout inside attention" if any(isinstance(v, float) and v > 0 for v in rates) else ""
+
+
+def _apart() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes inputs contiguous, and apart: torch.export takes one that is given twice for one input."""
+    seen: set[int] = set()
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        twice = id(tensor) in seen
+        seen.add(id(tensor))
+        return tensor.clone() if twice else tensor.contiguous()
+
+    return own
+
+
+def _two_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Repeat a batch of one: torch.export takes a size of 1 for a constant."""
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim()]
+    if not tensors or any(t.shape[0] != 1 for t in tensors):
+        return args, kwargs
+    twice: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        torch.Tensor, lambda t: torch.cat([t, t]) if t.dim() else t, (args, kwargs)
+    )
+    return twice
+
+
+Trace = Callable[[Any], CapturedModule]
+"""Capture a module with dynamic shapes as torch.export takes them; raises what torch.export raises."""
+
+
+def _any_way(
+    module: nn.Module, args: Any, kwargs: Any, children: tuple[str, ...], made: Callable[[Trace], CapturedModule]
+) -> CapturedModule:
+    """Capture a module as it is, else on the path that its data take, else by draft_export at fixed sizes."""
+    names, frozen = _names(module), _frozen(module)
+
+    def trace(shapes: Any, export: Callable[..., ExportedProgram] = torch.export.export) -> CapturedModule:
+        kept: dict[str, Any] = {"strict": False, "preserve_module_call_signature": children}
+        return unlift(export(module, args, kwargs, dynamic_shapes=shapes, **kept), names, frozen)
+
+    def on_path(shapes: Any) -> CapturedModule:
+        def replayed(*given: Any, **how: Any) -> ExportedProgram:
+            with reads.replay():
+                return torch.export.export(*given, **how)
+
+        captured = trace(shapes, replayed)
+        drop_settled(captured)
+        return captured
+
+    try:
+        return made(trace)
+    except Exception as first:
+        if (reads := read_by(module, args, kwargs)).values:
+            with suppress(Exception):
+                return made(on_path)
+        try:
+            with untraced():
+                captured = trace(None, torch.export.draft_export)
+        except Exception:
+            why = told(first)
+            remedy = "see `lnrewrite explain LN023`; give inputs that take the path you mean"
+            raise LnrewriteError("LN023", type(module).__name__, why, remedy) from first
+        mark(captured, CHOSEN)
+        return captured
+
+
+def _auto(value: Any) -> Any:
+    """Mark batch and sequence of a tensor as dynamic where torch.export finds that they can be."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return None
+    return dict.fromkeys(range(1 if value.dim() > 3 else min(2, value.dim())), Dim.AUTO)
+
+
+def _dynamic(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    notes: list[str],
+    trace: Trace,
+) -> CapturedModule:
+    """Export with as many dynamic axes as hold: batch and sequence, batch alone, none."""
+    every = pytree.tree_map(_auto, (args, kwargs))
+    batch = pytree.tree_map_only(torch.Tensor, lambda t: {0: Dim.AUTO} if t.dim() else None, (args, kwargs))
+    batch = pytree.tree_map(
+        lambda v: v if isinstance(v, dict) else None,
+        batch,
+        is_leaf=lambda v: isinstance(v, dict) and bool(v) and all(isinstance(k, int) for k in v),
+    )
+    why = "the model did not run, or differed, at a second size"
+    for note, spec in (("", every), ("the sequence length is fixed", batch)):
+        try:
+            captured = trace((*spec[0], *spec[1].values()))
+        except Exception:
+            continue
+        if spec is every and (formulas := _tangled(captured)) > TANGLED:
+            why = f"{formulas} shapes depend on it by remainders, too many to follow"
+            continue
+        if holds(module, captured, args, kwargs):
+            if note:
+                notes.append(f"{note}: {why}")
+            return captured
+    captured = trace(None)
+    notes.append(f"batch and sequence length are fixed: {why}")
+    return captured
+
+
+def _tangled(captured: CapturedModule) -> int:
+    """Count the values whose shapes are computed by remainders of a dynamic size: padding to chunks in unrolled loops.
+
+    Each costs torch.export some 20 ms: two layers of a chunked linear attention take a minute.
+    """
+    shapes = [getattr(n.meta.get("val"), "shape", ()) for n in captured.graph.nodes]
+    return sum(any("Mod(" in str(d) for d in shape) for shape in shapes)
+
+
+def holds(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Run both at a second size of every dynamic axis, on other values where it takes them; say whether they agree."""
+    if not _symbols(captured) or any(t.is_meta for t in module.parameters()):
+        return True
+    for size in (lambda n: n - 1, lambda n: 2 * n):
+        same = _resized(captured, args, kwargs, size)
+        for more in (*others(captured, *same, count=1), same):
+            try:
+                want = run(module, *more)
+            except Exception:
+                continue
+            try:
+                got = run(captured, *more)
+            except Exception as error:
+                if other_path(error):
+                    continue
+                return False
+            pairs = zip(want, got, strict=True)
+            return all(a.shape == b.shape and torch.allclose(a, b, 1e-3, 1e-4, equal_nan=True) for a, b in pairs)
+    return False
+
+
+def _symbols(captured: CapturedModule) -> set[str]:
+    """Return the names of the sizes that are dynamic."""
+    return {str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}
+
+
+def _resized(captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any], other: Any) -> tuple[Any, Any]:
+    """Return the inputs with every dynamic axis at another size: rows repeated or cut off."""
+    s = captured.signature
+    shapes = dict(zip((*s.positional, *s.keywords), _placeholders(captured), strict=False))
+
+    def resize(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or name not in shapes:
+            return value
+        for axis, d in enumerate(shapes[name].shape):
+            if not isinstance(d, int):
+                size = max(2, other(value.shape[axis])) if axis else value.shape[0] + 1
+                repeats = [1] * value.dim()
+                repeats[axis] = -(-size // value.shape[axis])
+                value = value.repeat(repeats).narrow(axis, 0, size)
+        return value
+
+    new = {k: resize(k, v) for k, v in kwargs.items()}
+    return tuple(resize(n, v) for n, v in zip(s.names, args, strict=False)), new

@@ -1,0 +1,128 @@
+"""Check a capture: the captured program against the module, on inputs that it was not captured with.
+
+Both run as they are stored, which costs little beside the capture; where they differ, which may be rounding, both run
+in float64. A module that does not give the same outputs twice (noise, a counter) is not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...errors import LnrewriteError, words
+from ..outputs import Outputs, apart
+from .fixed import fixed_paths, mark, other_path
+from .module import CapturedModule
+from .widened import Float64, in_float64
+
+SAME = 1e-4
+"""The largest relative difference of one computation in two spellings; in float64, of constants kept in float32."""
+ROUGH = 0.1
+"""The same where only low precision can be run."""
+BYTES = 1 << 31
+"""The largest copy in float64 that is made."""
+KEPT = ("mask", "type", "segment", "position")
+FACTORS = (-1.0, 3.0, 0.3, -3.0)
+
+
+def check(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Run a module and what was captured of it on other inputs: mark in the graph that they differ; return notes.
+
+    Raises LnrewriteError LN023 where a program whose path is fixed is not the module on its own example inputs.
+    """
+    if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+        return []
+    fixed = bool(fixed_paths(captured.graph))
+    if fixed and (why := _wrong(module, captured, args, kwargs)):
+        remedy = "see `lnrewrite explain LN023`; let the model choose by torch.where or torch.cond"
+        raise LnrewriteError("LN023", type(module).__name__, f"on its own example inputs {why}", remedy)
+    for more in others(captured, args, kwargs, len(FACTORS) if fixed else 1):
+        apart = _apart(module, captured, *more)
+        if apart is None:
+            return ["the capture could not be checked: the module gives other outputs each time that it is run"]
+        if apart:
+            text = f"on other inputs of these shapes the module's outputs are {apart:.1e} (relative) from the program's"
+            mark(captured, text)
+            break
+    return []
+
+
+def _wrong(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Say what is wrong with a program on the inputs that it was captured with; empty where nothing is."""
+    try:
+        run(captured, args, kwargs)
+    except Exception as error:
+        path = other_path(error)
+        return f"it takes another path: {path}" if path else f"it fails: {words(error).partition(chr(10))[0]}"
+    apart = _apart(module, captured, args, kwargs)
+    return f"its outputs are {apart:.1e} (relative) from the module's" if apart else ""
+
+
+def _apart(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Return how far apart their outputs are, relative; 0 where that is rounding, or one of them takes no such inputs.
+
+    None where the module differs from itself.
+    """
+    try:
+        want, got = run(module, args, kwargs), run(captured, args, kwargs)
+    except Exception:  # a program that insists on its path, or on its sizes, is not wrong
+        return 0.0
+    error = apart([want], [got])
+    if error <= SAME:
+        return 0.0
+    if apart([want], [run(module, args, kwargs, seed=1)]) > SAME:
+        return None
+    try:
+        wide = [[run(each, args, kwargs, wide=True)] for each in (_wide(module), _wide(captured))]
+    except Exception:  # what holds its dtype for given, or is too large
+        return error if error > ROUGH else 0.0
+    error = apart(*wide)
+    return error if error > SAME else 0.0
+
+
+def _wide(module: nn.Module) -> nn.Module:
+    """Return a module in float64. Raises MemoryError where it is large."""
+    if 8 * sum(t.numel() for t in (*module.parameters(), *module.buffers())) > BYTES:
+        raise MemoryError
+    return in_float64(module)
+
+
+def run(module: nn.Module, args: Any, kwargs: Any, *, wide: bool = False, seed: int = 0) -> Outputs:
+    """Return the tensors that a module gives; what it draws at random depends on the seed alone."""
+    if wide:
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs)
+        )
+    with torch.random.fork_rng(devices=[]), Float64() if wide else nullcontext():
+        torch.manual_seed(seed)
+        outputs = module(*args, **kwargs)
+    return [t.detach() for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+
+
+def others(
+    captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yield inputs like the given ones: their values in another order, numbers multiplied by a factor too.
+
+    A mask of ones hides the last column.
+    """
+    for seed, factor in enumerate(FACTORS[:count]):
+        draw = torch.Generator().manual_seed(seed)
+
+        def other(name: str, value: Any, draw: torch.Generator = draw, factor: float = factor) -> Any:
+            if not isinstance(value, torch.Tensor) or value.is_complex():
+                return value
+            if any(word in name for word in KEPT):
+                hides = "mask" in name and value.dim() == 2 and value.shape[1] > 2 and bool((value == 1).all())
+                return torch.cat([value[:, :-1], torch.zeros_like(value[:, -1:])], 1) if hides else value
+            order = torch.randperm(value.numel(), generator=draw).to(value.device)
+            value = value.flatten()[order].reshape(value.shape)
+            return value * factor if value.is_floating_point() else value
+
+        names = (*captured.signature.names, *("" for _ in args))
+        yield tuple(map(other, names, args)), {name: other(name, value) for name, value in kwargs.items()}

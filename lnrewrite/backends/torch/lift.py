@@ -1,0 +1,103 @@
+"""Lift a captured torch graph into the neutral view that detection looks at."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...detect.graph import Op, Operand, OpGraph, unchanged
+from .ops import normalise
+
+aten = torch.ops.aten
+VARIANCES: dict[Any, Any] = {
+    aten.var_mean.default: aten.var.default, aten.var_mean.dim: aten.var.dim,
+    aten.var_mean.correction: aten.var.correction,
+}  # fmt: skip
+NORMS = {"layer_norm", "batch_norm", "group_norm"}
+
+
+def lift(module: fx.GraphModule) -> OpGraph:
+    """Return the neutral view of a captured module's graph: node names are kept, no-ops become aliases."""
+    ops: dict[str, Op] = {}
+    alias: dict[str, str] = {}
+    outputs: tuple[str, ...] = ()
+    parameters: dict[str, str] = {}
+    names = parameter_names(module)
+
+    def operand(value: Any) -> Operand:
+        if isinstance(value, fx.Node):
+            name = alias.get(value.name, value.name)
+            return name if name in ops else None
+        return value if isinstance(value, (int, float)) else None
+
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "output":
+            flat = [operand(n) for n in node.all_input_nodes]
+            outputs = tuple(n for n in flat if isinstance(n, str))
+        elif node.op == "placeholder" and isinstance(value, torch.Tensor):
+            ops[node.name] = Op(node.name, "input", (), {}, _shape(value), _dtype(value))
+        elif node.op == "get_attr" and isinstance(value, torch.Tensor):
+            target = names.get(str(node.target), str(node.target))
+            first = parameters.setdefault(target, node.name)
+            if first != node.name:
+                alias[node.name] = first
+            else:
+                ops[node.name] = Op(node.name, "param", (), {"param": target}, _shape(value), _dtype(value))
+        elif node.op == "call_function" and isinstance(value, (torch.Tensor, tuple, list)):
+            op = _call(node, operand)
+            source = op.inputs[0] if op.inputs else None
+            if isinstance(source, str) and _is_alias(op, ops[source]):
+                alias[node.name] = source
+            else:
+                ops[node.name] = op
+    return OpGraph(ops, alias, outputs)
+
+
+def parameter_names(module: torch.nn.Module) -> dict[str, str]:
+    """Map every name of a parameter or buffer to the first name of that tensor: tied parameters have several."""
+    first: dict[int, str] = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def _call(node: fx.Node, operand: Any) -> Op:
+    value = node.meta["val"]
+    item = node.target is operator.getitem
+    kind, inputs, attrs = _item(node) if item else normalise(node.target, node.args, dict(node.kwargs))
+    flat: list[Operand] = []
+    for item in inputs:
+        flat += [operand(i) for i in item] if isinstance(item, (list, tuple)) else [operand(item)]
+    if kind in NORMS and isinstance(value, (tuple, list)):
+        value = value[0]
+    if kind == "cast" and not value.is_floating_point() and inputs[0].meta["val"].is_floating_point():
+        kind = "truncate"
+    if isinstance(value, torch.Tensor):
+        return Op(node.name, kind, tuple(flat), attrs, _shape(value), _dtype(value))
+    return Op(node.name, kind, tuple(flat), attrs)
+
+
+def _item(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """Describe one of an operator's several results; each of var_mean's two is a statistic of its own."""
+    source, item = node.args
+    if isinstance(source, fx.Node) and getattr(source.target, "_opname", "") == "var_mean":
+        _, inputs, attrs = normalise(VARIANCES[source.target], source.args, dict(source.kwargs))
+        return "mean" if item else "var", inputs, attrs
+    return "getitem", (source,), {"item": item}
+
+
+def _is_alias(op: Op, source: Op) -> bool:
+    if op.kind == "alias" or (op.kind == "getitem" and op.attrs["item"] == 0 and source.kind in NORMS):
+        return True
+    return unchanged(op, source)
+
+
+def _shape(value: torch.Tensor) -> tuple[int | str, ...]:
+    return tuple(d if isinstance(d, int) else str(d) for d in value.shape)
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

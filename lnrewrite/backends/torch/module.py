@@ -1,0 +1,242 @@
+"""A captured model as a living module: called as the original was, trained and saved like any other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
+from torch.utils import _pytree as pytree
+
+from ...recipe.runtime import holder_of
+from .functional import functional, respell
+
+DROPOUT = torch.ops.aten.dropout.default
+CLONE = torch.ops.aten.clone.default
+COPIES = {"to", "contiguous", "detach", "alias"}
+VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Say how the original was called and what of it was captured.
+
+    names: the parameters of its forward. positional, keywords: the captured inputs in order, constants left out.
+    constants: inputs that were not tensors; a call may repeat them and cannot change them. frozen: what train()
+    cannot switch, in words, or empty.
+    """
+
+    names: tuple[str, ...]
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]
+    constants: Mapping[str, Any]
+    frozen: str = ""
+
+
+class CapturedModule(fx.GraphModule):
+    """Run a captured graph under the original's parameter names and calling convention."""
+
+    @property
+    def signature(self) -> Signature:
+        """Return how this module wants to be called."""
+        found: Signature = self.meta["lnrewrite"]
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model: positional and keyword inputs as the original took them, constants may be left out."""
+        s = self.signature
+        given = {**dict(zip(s.names, args, strict=False)), **kwargs}
+        wanted = (*s.positional, *s.keywords)
+        captured = f"this model was captured with {', '.join(wanted)}"
+        for name, value in given.items():
+            if name not in wanted and not _repeats(s.constants.get(name), value):
+                raise TypeError(f"{name}={value!r:.40} was not captured; {captured}")
+        if missing := [n for n in wanted if n not in given]:
+            raise TypeError(f"missing input {', '.join(missing)}; {captured}")
+        self.fits(pytree.tree_leaves([given[n] for n in wanted]))
+        return super().__call__(*(given[n] for n in s.positional), **{n: given[n] for n in s.keywords})
+
+    def fits(self, values: list[Any]) -> None:
+        """Raise ValueError where an input has another size than the captured one along an axis that is fixed."""
+        for node, value in zip(self.graph.find_nodes(op="placeholder"), values, strict=False):
+            like = node.meta.get("val")
+            if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor) and not takes(like, value):
+                has, wants = list(value.shape), ", ".join(map(str, like.shape))
+                raise ValueError(f"{node.name} has shape {has}; the model was captured with [{wants}]")
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch dropout on or off; warn once where the captured mode cannot follow."""
+        if mode and self.signature.frozen and not self.meta.get("warned"):
+            self.meta["warned"] = True
+            warnings.warn(f"train(): {self.signature.frozen} keeps the mode it was captured in (eval)", stacklevel=2)
+        for module in self.modules():
+            module.training = mode
+        nodes = [n for n in self.graph.nodes if n.target is DROPOUT and n.args[2] is not mode]
+        for node in nodes:
+            node.args = (*node.args[:2], mode)
+        if nodes:
+            self.recompile()
+        return self
+
+
+def takes(like: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a value has the sizes of a captured one, where those are numbers."""
+    pairs = zip(like.shape, value.shape, strict=False)
+    return like.dim() == value.dim() and not any(isinstance(d, int) and d != n for d, n in pairs)
+
+
+def _repeats(constant: Any, value: Any) -> bool:
+    return value is None or (not isinstance(value, torch.Tensor) and bool(value == constant))
+
+
+def unlift(program: ExportedProgram, names: tuple[str, ...], frozen: str = "") -> CapturedModule:
+    """Turn an exported program (eval mode) into a functional graph module with the original's parameters.
+
+    The graph is decomposed no further than functional ATen; dropouts of eval mode stay, so that train() can use them.
+    The program is used up.
+    """
+    rates = {n.name: n.args[1] for n in program.graph.nodes if n.target is DROPOUT}
+    calls = _take_calls(program)
+    plain = functional(program)
+    module = plain.module(check_guards=False)
+    for node in module.graph.nodes:
+        rate = _dropout_rate(node, rates)
+        if rate is not None:
+            node.target, node.args, node.kwargs = DROPOUT, (node.args[0], rate, False), {}
+        if node.target in VIEWS:  # edits, and dropouts that copy nothing, change the strides that a view relies on
+            node.target = torch.ops.aten.reshape.default
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            module.graph.erase_node(node)
+    respell(module.graph)
+    signature = _drop_constants(module, names, frozen)
+    captured = CapturedModule(module, module.graph, "CapturedModule")
+    captured.meta.update(module.meta)
+    captured.meta["lnrewrite"] = signature
+    captured.meta["calls"] = _renamed(calls, program.graph, module.graph if plain is program else plain.graph)
+    _share_ties(module, captured)
+    for m in captured.modules():
+        m.training = False
+    return captured
+
+
+@dataclass(frozen=True)
+class Called:
+    """Hold what entered and left a submodule: trees of values, and their names in the graph (None: no tensor there)."""
+
+    path: str
+    in_spec: Any
+    out_spec: Any
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+
+
+def _take_calls(program: ExportedProgram) -> list[tuple[str, Any]]:
+    """Take the signatures of submodules out of a program: decomposing it fails where it loses a name they hold."""
+    entries = [e for e in program.module_call_graph if e.fqn and e.signature and "@" not in e.fqn]
+    found = [(e.fqn, e.signature) for e in entries]
+    for entry in entries:
+        entry.signature = None
+    return found
+
+
+def _renamed(calls: list[tuple[str, Any]], before: fx.Graph, after: fx.Graph) -> tuple[Called, ...]:
+    """Name the values of submodules' signatures as a functional graph does, which drops copies that copy nothing."""
+    now = {n.meta["from_node"][-1].name if n.meta.get("from_node") else n.name: n.name for n in after.nodes}
+    for node in before.nodes:
+        if node.name not in now and getattr(node.target, "_opname", "") in COPIES:
+            now[node.name] = now.get(node.args[0].name, "")
+
+    def names(arguments: Any) -> tuple[str | None, ...]:
+        return tuple(now.get(a.name) or None if isinstance(a, TensorArgument) else None for a in arguments)
+
+    return tuple(Called(path, s.in_spec, s.out_spec, names(s.inputs), names(s.outputs)) for path, s in calls)
+
+
+def _dropout_rate(node: fx.Node, rates: Mapping[str, Any]) -> float | None:
+    """Return the rate of the dropout that a copy stands for, by the node's provenance."""
+    if node.target is not CLONE:
+        return None
+    origin = node.meta.get("from_node")
+    while origin:
+        source = origin[-1]
+        if "dropout" in str(source.target) and source.name in rates:
+            return float(rates[source.name])
+        origin = source.from_node
+    return None
+
+
+def trees(module: fx.GraphModule) -> Any:
+    """Return how inputs and outputs nest: `in_spec` and `out_spec`, for which torch has no public name."""
+    return module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+
+
+def _drop_constants(module: fx.GraphModule, names: tuple[str, ...], frozen: str) -> Signature:
+    """Take inputs that are no tensors out of the graph and its calling convention."""
+    info = trees(module)
+    placeholders = iter([n for n in module.graph.nodes if n.op == "placeholder"])
+    args_spec, kwargs_spec = info.in_spec.children()
+    constants: dict[str, Any] = {}
+
+    def keeps(name: str, spec: Any) -> bool:
+        nodes = [next(placeholders) for _ in range(spec.num_leaves)]
+        if nodes and any(isinstance(n.meta.get("val"), torch.Tensor) for n in nodes):
+            return True
+        constants[name] = nodes[0].meta.get("val") if len(nodes) == 1 else None
+        for node in nodes:
+            node.replace_all_uses_with(node.meta.get("val"), propagate_meta=False)  # type: ignore[arg-type]
+            module.graph.erase_node(node)
+        return False
+
+    names = names or tuple(f"args_{i}" for i in range(args_spec.num_children))
+    positional = [(n, s) for n, s in zip(names, args_spec.children(), strict=False) if keeps(n, s)]
+    keywords = [(n, s) for n, s in zip(kwargs_spec.context or [], kwargs_spec.children(), strict=True) if keeps(n, s)]
+    in_spec = pytree.TreeSpec(
+        tuple, None, [pytree.treespec_tuple([s for _, s in positional]), pytree.treespec_dict(dict(keywords))]
+    )
+    kept = tuple(n for n, _ in positional), tuple(n for n, _ in keywords)
+    module.graph._codegen.pytree_info = info._replace(orig_args=[*kept[0], *kept[1]], in_spec=in_spec)  # type: ignore[attr-defined]
+    return Signature(names, *kept, constants, frozen)
+
+
+def _share_ties(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Give `target` every other name under which `source` holds a parameter that it has: ties keep their names."""
+    held = {id(p) for p in target.parameters()}
+    present = {n for n, _ in target.named_parameters(remove_duplicate=False)}
+    for name, parameter in source.named_parameters(remove_duplicate=False):
+        if id(parameter) in held and name not in present:
+            register(target, name, parameter)
+
+
+def stored(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """Return the parameter or buffer under a dotted name, or None where there is none."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        found = getattr(module.get_submodule(path), leaf)
+    except AttributeError:
+        return None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    """Register a parameter under a dotted name, making the containers on its way."""
+    holder, leaf = holder_of(module, name)
+    holder.register_parameter(leaf, parameter)
+
+
+def with_plain_outputs(module: CapturedModule) -> CapturedModule:
+    """Return the module giving a plain dict where it gave a library's output class, so that torch alone can load it."""
+    info = trees(module)
+    spec = info.out_spec
+    if spec is None or spec.type in {None, dict, tuple, list, torch.Tensor}:
+        return module
+    if not isinstance(spec.context, list):
+        return module
+    plain = pytree.treespec_dict(dict(zip(spec.context, spec.children(), strict=True)))
+    module.graph._codegen.pytree_info = info._replace(out_spec=plain)  # type: ignore[attr-defined]
+    module.recompile()
+    return module

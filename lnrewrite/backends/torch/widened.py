@@ -1,0 +1,122 @@
+"""Run a captured graph in float64 with its parameters as they are stored: each is widened where it is read.
+
+No copy of the weights is made: one widened parameter lives as long as the operator that reads it, in room that the
+next one of its size takes over (to ask the system for fresh memory takes eight times as long as to widen).
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .module import CapturedModule
+
+Read = Callable[[str], torch.Tensor]
+CHUNK = 1 << 20
+LOW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Widened(fx.Interpreter):
+    """Interpret a captured module in float64 or, with `wide` false, as it is stored.
+
+    jitter: move every number of a parameter by up to half its last bit, by a whole one where nothing is widened. read:
+    return a parameter's values by name, for a module that was captured on the meta device.
+    """
+
+    def __init__(
+        self, module: CapturedModule, wide: bool = True, jitter: bool = False, read: Read | None = None
+    ) -> None:
+        super().__init__(module)
+        self.wide, self.jitter, self.read = wide, jitter, read
+        self.rooms: dict[int, list[torch.Tensor]] = {}
+        self.taken: list[torch.Tensor] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; the room of what it read is free then, unless its value lies there: a view."""
+        value = super().run_node(n)
+        if self.taken:
+            leaves = pytree.tree_leaves(value)
+            held = {t.untyped_storage().data_ptr() for t in leaves if isinstance(t, torch.Tensor)}
+            for room in self.taken:
+                if room.untyped_storage().data_ptr() not in held:
+                    self.rooms.setdefault(room.numel(), []).append(room)
+            self.taken.clear()
+        return value
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        """Return what a node reads: parameters as they are meant here, for as long as it reads them."""
+
+        def load(node: fx.Node) -> Any:
+            value = self.env[node]
+            return self._parameter(str(node.target), value) if node.op == "get_attr" else value
+
+        return fx.map_arg(args, load)
+
+    def _parameter(self, name: str, value: Any) -> Any:
+        """Return a parameter in float64, and a graph that an operator calls with its casts widened."""
+        if isinstance(value, nn.Module):
+            return in_float64(value) if self.wide else value
+        if self.read is not None and value.is_meta:
+            value = self.read(name)
+        if not value.is_floating_point():
+            return value
+        bit = torch.finfo(value.dtype).eps
+        value = self._double(value.detach()) if self.wide else value.detach()
+        return _jittered(value, bit if self.wide else 2 * bit, zlib.crc32(name.encode())) if self.jitter else value
+
+    def _double(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in float64, in room that is free where it is large."""
+        if value.numel() < CHUNK // 16 or value.dtype is torch.float64:
+            return value.double()
+        free = self.rooms.get(value.numel())
+        room = free.pop() if free else torch.empty(value.numel(), dtype=torch.float64, device=value.device)
+        self.taken.append(room)
+        return room.view(value.shape).copy_(value)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator; casts to fewer bits go to float64 instead, and what is made where no weights are, here."""
+        args, kwargs = pytree.tree_map(self._meant, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+    def _meant(self, value: Any) -> Any:
+        if self.read is not None and isinstance(value, torch.device) and value.type == "meta":
+            return torch.device("cpu")
+        return _wide(value) if self.wide else value
+
+
+def _jittered(value: torch.Tensor, bit: float, seed: int) -> torch.Tensor:
+    """Return a tensor with each number moved by up to `bit` / 2 of itself, made piece by piece for memory."""
+    draw, moved = torch.Generator().manual_seed(seed), value.clone(memory_format=torch.contiguous_format)
+    for piece in moved.view(-1).split(CHUNK):
+        piece.add_(piece * (torch.rand(piece.shape, generator=draw).to(piece) - 0.5), alpha=bit)
+    return moved
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if any(value is low for low in LOW) else value
+
+
+def in_float64(module: nn.Module) -> nn.Module:
+    """Return a copy of a module in float64 and eval mode, the casts that its graph spells out widened too."""
+    made = copy.deepcopy(module).double().eval()
+    if isinstance(made, fx.GraphModule):
+        for node in made.graph.nodes:
+            node.args, node.kwargs = pytree.tree_map(_wide, (node.args, dict(node.kwargs)))
+        made.recompile()
+    return made
+
+
+class Float64(TorchFunctionMode):
+    """Let casts to lower precision inside a model go to float64 instead: libraries cast inside norms and softmax."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            func = torch.Tensor.double
+        return func(*map(_wide, args), **{k: _wide(v) for k, v in (kwargs or {}).items()})

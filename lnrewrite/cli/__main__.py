@@ -1,0 +1,5 @@
+"""Run the command line: `python -m lnrewrite.cli`."""
+
+from . import main
+
+main()

@@ -1,0 +1,161 @@
+"""Talk to the terminal: one result on stdout, one line for a failure, progress on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from ..errors import LnrewriteError, Refused, Untrusted, UsageError, did_you_mean, one_line, told, unknown, visible
+from ..quiet import LOGGER
+
+INTERRUPTED = 130
+
+
+class Interrupted(LnrewriteError):
+    """Report a Ctrl-C."""
+
+    exit_code = INTERRUPTED
+
+    def __init__(self) -> None:
+        super().__init__("interrupted", "Ctrl-C", "the command was stopped, nothing was written", "start it again")
+
+
+class Group(click.Group):
+    """Run a command; turn every failure into one line on stderr, or with --json into one object on stdout."""
+
+    running = False
+
+    def main(self, args: Any = None, prog_name: str | None = None, *rest: Any, **extra: Any) -> Any:
+        """Parse, run and exit with the code of the contract."""
+        words = list(sys.argv[1:] if args is None else args)
+        asked = words[: words.index("--")] if "--" in words else words  # what follows are names
+        if self.running:
+            why = "lnrewrite's own command line is called by code that the model, the data or a plugin brought"
+            raise LnrewriteError("LN019", "the command", why, "take that call out of the code")
+        self.running = True
+        try:
+            code = self._run(words, asked, prog_name, extra)
+        finally:
+            self.running = False
+        sys.exit(code)
+
+    def _run(self, words: list[str], asked: list[str], prog_name: str | None, extra: dict[str, Any]) -> int:
+        """Run what `words` ask for, with the options `asked`; print a failure; return the exit code."""
+        LOGGER.setLevel(logging.DEBUG if _is_verbose(asked) else logging.NOTSET)
+        try:
+            code = super().main(words or ["--help"], prog_name or self.name, **{**extra, "standalone_mode": False})
+        except click.ClickException as error:
+            code = _fail(asked, *_told(error))
+        except LnrewriteError as error:
+            row: dict[str, Any] = error.to_dict()
+            if isinstance(error, Refused):
+                row["refusals"] = error.refusals
+            code = _fail(asked, row, str(error), error.exit_code)
+            if isinstance(error, Untrusted) and _is_verbose(asked) and "--json" not in asked:
+                click.echo("\n".join(f"  {name}" for name in error.runs), err=True)
+        except BrokenPipeError:  # `lnrewrite passes | head -1`: nobody reads on
+            sys.stdout = None
+            code = 1
+        except Exception as error:
+            if _is_verbose(asked):
+                traceback.print_exc()
+            why = one_line(told(error))
+            remedy = "this is a fault of lnrewrite; please report it with what -v prints"
+            row = {"code": "LN301", "what": words[0] if words else "lnrewrite", "why": why, "remedy": remedy}
+            code = _fail(asked, row, f"LN301 {row['what']}: {why}; {remedy}", 1)
+        return code if isinstance(code, int) else 0
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+        except Exception:
+            raise
+        except BaseException as error:
+            raise _left(error) from error
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Find the command, or suggest the nearest."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            known = self.list_commands(ctx)
+            unknown("LN001", "command", args[0], known)
+        return super().resolve_command(ctx, args)
+
+
+def _is_verbose(asked: list[str]) -> bool:
+    return bool({"-v", "--verbose"} & set(asked))
+
+
+def _told(error: click.ClickException) -> tuple[dict[str, str], str, int]:
+    """Give click's error the shape of ours, with the nearest option for one that does not exist."""
+    where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "lnrewrite"
+    what, remedy = error.format_message().rstrip("."), f"see {where} --help"
+    if isinstance(error, click.NoSuchOption):
+        known = [o for p in (error.ctx.command.params if error.ctx else []) for o in p.opts if o.startswith("--")]
+        near = did_you_mean(error.option_name, known)
+        remedy = near if near.startswith("did") else remedy
+        what = f"there is no option {error.option_name}"
+    told = UsageError("LN003", where, what, remedy)
+    return told.to_dict(), str(told), told.exit_code
+
+
+def _left(error: BaseException) -> LnrewriteError:
+    """Tell that foreign code raised what is no error: SystemExit, whose exit code would look like ours, or another."""
+    why = f"code that the model, the data or a plugin brought raised {told(error)}"
+    return LnrewriteError("LN019", "the command", why, "take that, or the call to exit, out of that code")
+
+
+def _fail(asked: list[str], row: dict[str, Any], line: str, code: int) -> int:
+    """Print a failure where whoever asked looks for it."""
+    if "--json" in asked:
+        click.echo(json.dumps({"error": row}))
+    else:
+        click.echo(f"error: {line}", err=True)
+    return code
+
+
+def show(text: str) -> None:
+    """Print a result; marks that stdout's encoding lacks become ASCII."""
+    from .tables import ASCII
+
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(ASCII).encode(encoding, "replace").decode(encoding)
+    click.echo("\n".join(map(visible, text.split("\n"))))
+
+
+def remark(text: str) -> None:
+    """Print a note or a warning beside the result."""
+    click.echo(one_line(text), err=True)
+
+
+@contextlib.contextmanager
+def working(quiet: bool, message: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal's stderr what is going on, through the function that this gives; elsewhere stay silent.
+
+    What a model's own code prints goes to stderr too: stdout is for the result. Library warnings are left out.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if quiet or not sys.stderr.isatty():
+            yield lambda text: None
+            return
+        from rich.console import Console
+        from rich.text import Text
+
+        status = stack.enter_context(Console(stderr=True).status(Text(message)))
+        yield lambda text: status.update(Text(text))

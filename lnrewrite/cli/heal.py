@@ -1,0 +1,104 @@
+"""The command `lnrewrite heal`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import click
+
+from ..errors import LnrewriteError, UsageError
+from .console import show, working
+from .options import ACCEPT, check_data, check_device, check_paths, opened, options, target_of, tell_name
+
+
+@click.command()
+@click.argument("teacher")
+@click.argument("student")
+@click.option("--data", required=True, metavar="DATA", help=".txt .npy .npz .pt .safetensors or pkg.module:iterable.")
+@click.option("-o", "--output", required=True, metavar="OUT", help="What to write: .pt2 or .onnx.")
+@click.option("--held-out", metavar="DATA", help="Measure on these; default: a part of DATA that is not trained on.")
+@click.option("--steps", default=400, show_default=True, help="Optimizer steps, of the student and of the control.")
+@click.option("--local-steps", default=0, show_default=True, help="First so many steps on each block alone.")
+@click.option("--losses", metavar="NAME=W,...", help="task, kl, hidden, spread; default task=0.5,kl=0.5,hidden=1.")
+@click.option("--train", default="all", show_default=True, help="all, norms or touched.")
+@click.option("--progressive", is_flag=True, help="Start at the teacher exactly and move the norms by degrees.")
+@click.option("--stages", metavar="SELECT,...", help="What moves one after the other: mlp,attention,values,final.")
+@click.option("--ramp", default=0.6, show_default=True, help="The share of the steps in which norms move.")
+@click.option("--drop-final", is_flag=True, help="Take the final norm away too, by degrees.")
+@click.option("--no-control", is_flag=True, help="Do not train the teacher on the same tokens.")
+@click.option("--batch", default=16, show_default=True, help="Rows of a step, over all processes.")
+@click.option("--accumulate", default=1, show_default=True, help="Micro-batches of a step.")
+@click.option("--rehearse", default=0.0625, show_default=True, help="This share of the rows holds random tokens.")
+@click.option("--length", type=click.IntRange(2, 2**20), help="Tokens of a window cut from a text.")
+@click.option("--lr", default=3e-4, show_default=True, help="Peak learning rate.")
+@click.option("--gain-lr", default=10.0, show_default=True, help="Gains and biases learn so many times faster.")
+@click.option("--control-lr", type=float, help="The control's peak learning rate; default --lr.")
+@click.option("--decay", default=0.1, show_default=True, help="Weight decay of matrices; norms are never decayed.")
+@click.option("--bf16", is_flag=True, help="Train under bfloat16 autocast.")
+@click.option("--recompute", is_flag=True, help="Keep no activations inside a block: slower, less memory.")
+@click.option("--every", default=100, show_default=True, help="Steps between checkpoints.")
+@click.option("--run", metavar="FOLDER", help="Checkpoints, log.jsonl, loss.html; default OUT.run.")
+@click.option("--resume", is_flag=True, help="Go on where the run in that folder stopped.")
+@ACCEPT
+@click.option("--force", is_flag=True, help="Overwrite OUT.")
+@options(model=True)
+def heal(
+    teacher: str,
+    student: str,
+    data: str,
+    output: str,
+    held_out: str | None,
+    stages: str | None,
+    no_control: bool,
+    length: int | None,
+    run: str | None,
+    resume: bool,
+    accept: bool,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    **how: Any,
+) -> None:
+    """Recover a converted model's quality: train STUDENT, which convert made of TEACHER, for a short time.
+
+    The report gives the held-out loss of teacher, converted, healed and control: the teacher trained on the same
+    tokens. Under torchrun the same command shares the work over all processes.
+    """
+    from ..loading.identify import Format, identify
+
+    for model in (teacher, student):
+        if identify(model).format is Format.ONNX:
+            why = "an ONNX file can be rewritten and run, not trained"
+            raise LnrewriteError("LN601", f"model {model!r}", why, "heal the torch model, then export it")
+    target = target_of(output, force)
+    if run is not None and not run.strip():
+        raise UsageError("LN003", f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
+    for name in (data, held_out):
+        check_data(name)
+    given = {name: how.pop(name) for name in ("inputs", "factory", "trust_pickle", "trust_remote_code")}
+    device, seed = how.pop("device"), how["seed"]
+    check_device(device)
+    with working(quiet, f"capturing {teacher}") as say:
+        from ..healing.recipe import Recipe
+        from ..healing.session import heal as run_it
+        from ..models.program import Program
+
+        recipe = Recipe(**how, stages=tuple(stages.split(",")) if stages else (), control=not no_control)
+        first = opened(teacher, device="cpu", seed=seed, **given)
+        say(f"capturing {student}")
+        second = opened(student, device="cpu", seed=seed, **given)
+        check_paths(student, second, accept)
+        assert isinstance(first, Program) and isinstance(second, Program)
+        folder = run or f"{target}.run"
+        places: dict[str, Any] = {"output": target, "held_out": held_out, "length": length, "run": folder}
+        found = run_it(first, second, data, recipe, device=device, resume=resume, force=force, progress=say, **places)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        show(json.dumps(found.report.to_dict()))
+    elif not quiet:
+        show(str(found.report))
+    tell_name(output, target)

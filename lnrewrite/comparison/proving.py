@@ -1,0 +1,95 @@
+"""Prove that a rewritten torch program computes what its source computes: both run in float64 on the same inputs.
+
+What the source gave is kept as `Evidence`; a rewrite is held against it. How far apart two right programs may be
+depends on how their weights are stored: an exact fold into float32 is off by what rounding the weights does, which is
+measured on the model itself by moving each of them by less than its last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..backends.outputs import Outputs, apart
+from ..backends.torch.capture import evaluating, quiet
+from ..backends.torch.feeding import flat_inputs
+from ..backends.torch.module import CapturedModule
+from ..backends.torch.widened import Read, Widened
+from ..pipeline.driver import Batch
+
+FLOORS = {torch.float64: 1e-11}
+"""The relative difference that needs no explanation, by the dtype of the weights."""
+FLOOR = 1e-7
+SPREAD = 10.0
+"""By how many times what rounding the weights does an exact rewrite may be off."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Hold inputs and what a program made of them; `wide` is false where an operator has no kernel for float64."""
+
+    batches: tuple[Batch, ...]
+    outputs: tuple[Outputs, ...]
+    wide: bool
+
+
+def evidence(module: CapturedModule, batches: Sequence[Batch], read: Read | None = None) -> Evidence | None:
+    """Run a module on each batch that it takes, in float64 where it can; None where it takes none.
+
+    read: where the weights come from, if the module holds none; they are used as they are stored then, for memory.
+    """
+    for wide in (True, False) if read is None else (False,):
+        if found := gathered(partial(_run, module, wide=wide, read=read), batches, wide):
+            return found
+    return None
+
+
+def gathered(run: Callable[[Batch], Outputs], batches: Iterable[Batch], wide: bool) -> Evidence | None:
+    """Return what running a model gives on the first batches that it takes, two at most; None where it takes none."""
+    found: list[tuple[Batch, Outputs]] = []
+    for batch in batches:
+        try:
+            found.append((batch, run(batch)))
+        except Exception:  # a size or a path that the model does not take, or an operator without a kernel
+            continue
+        if len(found) == 2:
+            break
+    return Evidence(tuple(b for b, _ in found), tuple(o for _, o in found), wide) if found else None
+
+
+def away(module: CapturedModule, wanted: Evidence, read: Read | None = None) -> float:
+    """Return how far a module's outputs are from the evidence, relative to the largest; infinite where none are given.
+
+    0 where the difference is explained by the rounding of the weights as they are stored.
+    """
+    try:
+        found = [_run(module, batch, wanted.wide, read=read) for batch in wanted.batches]
+    except Exception:  # what does not run computes nothing
+        return math.inf
+    error = apart(wanted.outputs, found)
+    if error <= max((FLOORS.get(p.dtype, FLOOR) for p in module.parameters()), default=FLOOR):
+        return 0.0
+    moved = _run(module, wanted.batches[-1], wanted.wide, True, read)
+    noise = apart(found[-1:], [moved])
+    return unexplained(error, noise)
+
+
+def unexplained(error: float, noise: float) -> float:
+    """Return an error, or 0 where the rounding of the weights, which gives `noise`, explains it."""
+    return 0.0 if math.isfinite(noise) and error <= SPREAD * noise else error
+
+
+def _run(module: CapturedModule, batch: Batch, wide: bool, jitter: bool = False, read: Read | None = None) -> Outputs:
+    """Return a module's floating point outputs; what it draws at random is the same each time."""
+    inputs = flat_inputs(module, batch)
+    if wide:
+        inputs = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in inputs]
+    with evaluating(module), quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        outputs = Widened(module, wide, jitter, read).run(*inputs, enable_io_processing=False)
+    return [t.double() for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.is_floating_point()]

@@ -1,0 +1,148 @@
+"""Every error and refusal says in one line what, where, why and what to do, with a code."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Say that a pass addresses `site` and what blocks it: a code of the catalogue, why, and what to do."""
+
+    code: str
+    site: str
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.site}: {self.why}; {self.remedy}"
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the row as JSON reports show it."""
+        return {"code": self.code, "site": self.site, "why": self.why, "remedy": self.remedy}
+
+
+class LnrewriteError(Exception):
+    """Report a foreseeable failure in one line: code, what was asked, why it cannot be, what to do.
+
+    `exit_code` is what the command line returns: 1 a model, file or data problem, 2 the command line itself,
+    4 verification failed.
+    """
+
+    exit_code = 1
+
+    def __init__(self, code: str, what: str, why: str, remedy: str) -> None:
+        self.code, self.what, self.why, self.remedy = code, one_line(what), one_line(why), one_line(remedy)
+        super().__init__(f"{code} {self.what}: {self.why}; {self.remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Come back whole from a worker process, whatever the class is made of."""
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the `error` object of `--json`."""
+        return {"code": self.code, "what": self.what, "why": self.why, "remedy": self.remedy}
+
+
+class UsageError(LnrewriteError):
+    """Report a wrong pass, option, placement or selection."""
+
+    exit_code = 2
+
+
+class Untrusted(LnrewriteError):
+    """Report that loading a file would run code; `runs` names all of it, what is not torch's own first."""
+
+    def __init__(self, what: str, runs: Iterable[str]) -> None:
+        self.runs = sorted(map(printable, runs), key=lambda name: (_familiarity(name), name))
+        foreign = [name for name in self.runs if not _familiarity(name)]
+        first = (foreign or self.runs)[:4]
+        more = f" and {len(self.runs) - len(first)} more (-v lists them)" if len(first) < len(self.runs) else ""
+        remedy = "save the weights alone and give --factory, or trust the file with --trust-pickle"
+        super().__init__("LN012", what, f"loading it would run {', '.join(n[:60] for n in first)}{more}", remedy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the `error` object of `--json`, with `runs`."""
+        return {**super().to_dict(), "runs": self.runs}
+
+
+def _familiarity(name: str) -> int:
+    """Return 0 for what is neither torch's nor Python's plain containers, which come last."""
+    return 1 if re.match(r"collections\.|torch\.(?!nn\.)", name) else 2 if name.startswith("torch.nn.") else 0
+
+
+def printable(text: str) -> str:
+    """Write what a file says so that a terminal only shows it: without control characters, 200 letters at most."""
+    return visible(text[:200])
+
+
+def visible(text: str) -> str:
+    """Write characters that a terminal would act on as Python escapes them."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+class Refused(LnrewriteError):
+    """Report that a pipeline would leave sites undone; nothing was changed. `refusals` holds a row for each."""
+
+    def __init__(self, refusals: Iterable[Refusal]) -> None:
+        rows = list(refusals)
+        self.refusals = [r.to_dict() for r in rows]
+        first = rows[0]
+        more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
+        super().__init__(
+            first.code,
+            first.site,
+            first.why + more,
+            f"{first.remedy}, or allow partial results (partial=True, --partial)",
+        )
+
+
+def one_line(text: str) -> str:
+    """Fold a message, which may come from another library or a file, into one printable line of 300 characters."""
+    flat = visible(" ".join(text.split()))
+    return flat if len(flat) <= 300 else flat[:297] + "..."
+
+
+def told(error: BaseException) -> str:
+    """Say what code of others raised: its type, and its words where it has any."""
+    name, text = type(error).__name__, words(error)
+    return f"{name}: {text}" if text else name
+
+
+def words(error: BaseException) -> str:
+    """Return `str(error)`; empty where the error's own code fails at that."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+@contextlib.contextmanager
+def code_of_others(made: Callable[[str], LnrewriteError]) -> Iterator[None]:
+    """Raise what `made` makes of the words where code of others raises anything; a Ctrl-C stays one.
+
+    SystemExit would leave with its own code and without a word, and what is no Exception with a traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise made(told(error)) from error
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `did you mean X?`, or the list of what is known."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, 1)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+
+
+def unknown(code: str, noun: str, word: str, known: Iterable[str]) -> NoReturn:
+    """Raise UsageError for a word that names nothing, with the nearest that does."""
+    raise UsageError(code, f"{noun} {word!r}", f"there is no such {noun}", did_you_mean(word, known))

@@ -1,0 +1,201 @@
+"""Write a model as ONNX with the norm forms that a target runs best, prove the file, and explain every norm."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from .._version import __version__
+from ..backends.onnx.file import read, stamp, write
+from ..backends.onnx.lift import lift
+from ..backends.onnx.raising import STANDARD, raise_norms
+from ..backends.onnx.session import runnable
+from ..comparison.verifying import HALF, held_in_half, proof
+from ..detect.blocks import detect
+from ..detect.naming import norm_names
+from ..detect.norms import find_norms
+from ..errors import LnrewriteError, Refusal, UsageError, unknown
+from ..files.landing import failing, land, room
+from ..files.output import check_output
+from ..ir.edits import Exactness
+from ..ir.network import Kind, Network
+from ..kernels.library import DOMAIN, find
+from ..pipeline.report import Form, Report
+from .boundaries import fuse_norm_add_norm
+from .fusions import FOR, optimise
+from .lowering import lower, split
+from .precision import lower_precision
+from .targets import DECOMPOSED, NO_CUDA_KERNEL, TARGETS
+
+FILE = 2e-5
+"""The largest error, relative to the largest output, that a file may show against the model in memory."""
+
+TOLERANCE = {"fp32": FILE, "fp16": HALF, "bf16": 1e-1}
+"""The largest error, relative to the source's largest output, that a written model may show."""
+
+PLAIN = "it takes no statistics of the input, and plain arithmetic is left of it"
+
+NEEDED = "sessions need `lnrewrite kernels build` first, which was not done here: the proof is of its definitions"
+
+
+def export(
+    program: Any,
+    path: str | os.PathLike[str],
+    *,
+    target: str = "generic",
+    dtype: str = "fp32",
+    opset: int | None = None,
+    optimize: str | None = None,
+    fuse: str = "ops",
+    verify: bool = True,
+    force: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Write a program as ONNX for a target and return the report, with a row for every norm.
+
+    target: cpu, cuda, tensorrt or generic. dtype: fp32, fp16 or bf16. opset: None takes 18, or the file's own.
+    optimize: auto lets libraries fuse the rest of the graph, none leaves it; None is auto for cpu, cuda. fuse: ops
+    takes operators that ONNX Runtime has, custom (cpu and cuda) writes norm, add and norm as lnrewrite's own. verify:
+    run the file against the program at two batch sizes and two lengths. Raises LnrewriteError LN025 (path), LN403
+    (proof failed, nothing is kept), LN501 (no translation), LN502 (precision), UsageError LN003 for an unknown word.
+    """
+    optimize = optimize or ("auto" if target in FOR else "none")
+    for noun, word, known in (
+        ("target", target, TARGETS), ("dtype", dtype, TOLERANCE), ("optimize", optimize, ("auto", "none")),
+        ("fuse", fuse, ("ops", "custom")),
+    ):  # fmt: skip
+        if word not in known:
+            unknown("LN003", noun, word, known)
+    if fuse == "custom" and not TARGETS[target].contrib:
+        why = "lnrewrite's operators are for ONNX Runtime"
+        raise UsageError("LN003", f"fuse custom, target {target}", why, "give the target cpu or cuda")
+    say = progress or (lambda message: None)
+    output = check_output(path, force)
+    bound = TOLERANCE["fp16" if held_in_half(program) and dtype == "fp32" else dtype]
+    say("translating to ONNX")
+    model = program.to_onnx(opset)
+    left, notes = raised(model, program.network), list(program.notes)
+    if optimize == "auto":
+        say("fusing the rest of the graph")
+        model, more = optimise(model, target, lambda made: wrong(program, made, bound))
+        notes += more
+    if dtype != "fp32":
+        notes += lower_precision(model, dtype)
+    say(f"choosing norm forms for {target}")
+    chosen, left_out = fuse_norm_add_norm(model) if fuse == "custom" else ([], [])
+    notes += left_out
+    chosen += lower(model, TARGETS[target], version("onnxruntime"))
+    rows = [Form(row.site, row.form, row.why) for row in chosen]
+    if operators := ", ".join(sorted(function.name for function in model.functions.values())):
+        stamp(model, operators=operators)
+        notes.append(NEEDED if find() is None else f"it is proved with the kernels of {operators} that are built here")
+    if target == "cuda" and (lacking := off_cuda(model)):
+        notes.append(f"ONNX Runtime has no CUDA kernel for {lacking}: they run on the CPU, copies around them")
+    stamp(model, version=__version__, target=target, dtype=dtype)
+    if program.fixed_paths:
+        stamp(model, fixed_paths=json.dumps(program.fixed_paths))
+    found = put(model, output, program if verify else None, bound, say, force=force)
+    notes += found.pop("notes") if found else []
+    placement = program.network.placement
+    return Report(
+        "", Exactness.ALGEBRAIC, (), placement, placement, notes=tuple(notes), output=str(output),
+        fixed_paths=program.fixed_paths, norms=(*rows, *left), proof=found,
+    )  # fmt: skip
+
+
+def off_cuda(model: ir.Model) -> str:
+    """Name the operators, and how many of each, that ONNX Runtime's CUDA provider does not run."""
+    counts = Counter(node.op_type for node in model.graph if node.domain == "" and node.op_type in NO_CUDA_KERNEL)
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
+
+def raised(model: ir.Model, source: Network) -> list[Form]:
+    """Write every norm of a model as one operator; return a row for each of `source` that stays as it is."""
+    split(model)
+    graph = lift(model)
+    norms, network = find_norms(graph)[0], detect(graph)
+    names = norm_names(network)
+    odd = [row for row in network.refusals if isinstance(row, Refusal) and row.code == "LN205"]
+    left = raise_norms(model, graph, norms, names)
+    RemoveUnusedNodesPass()(model)
+    rows = []
+    for output, why in left.items():
+        form = DECOMPOSED if why else STANDARD[norms[output].norm.kind]
+        rows.append(Form(names.get(output, output), form, why or "a standard operator"))
+    rows += [Form(row.site, DECOMPOSED, f"{row.code}: {row.why}") for row in odd]
+    return rows + [Form(name, DECOMPOSED, PLAIN) for name in lost(source, network)]
+
+
+def lost(source: Network, network: Network) -> Iterator[str]:
+    """Yield the norms by stored numbers alone that are none to be seen where translation has folded constants."""
+    names = norm_names(source)
+    before, after = ([site for s in (*n.streams, n.rest) for _, site in s.sites()] for n in (source, network))
+    for kind in (Kind.POWER, Kind.WEIGHT):
+        held = sum(site.norm.kind is kind for site in after)
+        yield from [names[site.origin[-1]] for site in before if site.norm.kind is kind][held:]
+
+
+def wrong(program: Any, model: ir.Model, bound: float) -> str:
+    """Say why a model is not what its program is: it does not load, or gives other numbers; empty where it is."""
+    try:
+        found = proof(program, runnable(model), bound)
+    except LnrewriteError as error:
+        return error.why
+    return f"its outputs are {found['max_rel']:.2g} off" if found["verdict"] == "different" else ""
+
+
+def put(
+    model: ir.Model,
+    output: Path,
+    program: Any | None,
+    bound: float,
+    say: Callable[[str], None],
+    *,
+    force: bool = True,
+) -> dict[str, Any] | None:
+    """Write a model, prove what was written against `program` (None: do not), and move it into place.
+
+    Raises LnrewriteError LN403 where the file does not load or gives other numbers: then nothing is kept.
+    """
+    found = None
+    with failing(output), room(output.absolute().parent) as folder:
+        say(f"writing {output}")
+        files = write(model, folder / output.name)
+        if program is not None:
+            say("proving the file")
+            found = proved(program, files[0], output, bound)
+        for file in reversed(files):
+            with failing(place := output.with_name(file.name)):
+                land(file, place, force=force)
+    return found
+
+
+def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, Any]:
+    """Run a written file against its program; return the object of `verify --json`, or raise LN403.
+
+    A file with operators of lnrewrite is run by its definitions, and where the kernels are built by them too.
+    """
+    remedy = "see `lnrewrite explain LN403`"
+    try:
+        defined = read(file, str(output))
+        modules = [runnable(defined)]
+        if DOMAIN in defined.graph.opset_imports and find() is not None:
+            modules.append(runnable(read(file, str(output), inline=False)))
+        proofs = [proof(program, module, bound) | {"dtype": module.precision} for module in modules]
+        found = max(proofs, key=lambda row: float(row["max_rel"]))
+        found["notes"] = list(dict.fromkeys(note for module in modules for note in module.notes))
+    except LnrewriteError as error:
+        remedy = error.remedy if error.code == "LN020" else remedy  # inputs that it names
+        raise LnrewriteError("LN403", str(output), error.why, remedy) from error
+    if found["verdict"] == "different":
+        why = f"its outputs are off by {found['max_rel']:.2g} of the largest, {bound:g} is allowed"
+        raise LnrewriteError("LN403", str(output), why, remedy)
+    return found

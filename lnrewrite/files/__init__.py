@@ -1,0 +1,1 @@
+"""OUT: looked at before anything runs, and landed whole or not at all."""

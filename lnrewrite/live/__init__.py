@@ -1,0 +1,1 @@
+"""A living module rewritten in place, and saved as what it is."""

@@ -1,0 +1,384 @@
+"""Say what tells two captured graphs apart in terms of the module they came from: a recipe for `rewritten.apply`.
+
+Passes edit the graph. A value that the edits left alone is known by its name in both graphs, so each of its readers
+either reads it still, or reads it through new pieces (norms, factors), or reads what an erased norm or factor read.
+What the readers of a value have in common is put where the value arises, the rest where they take it. Every piece
+ends up at a child's border, or at an operation that a forward spells out; anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+
+from ..backends.torch.module import Called, CapturedModule
+from ..detect.found import Found
+from ..detect.graph import OpGraph
+from ..errors import LnrewriteError
+from .ports import Call, Ports, Spot
+
+aten = torch.ops.aten
+NORMS = {aten.layer_norm.default: "layer", aten.rms_norm.default: "rms"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Hold one new operation: how it is built, what the graph calls its parameters, and the name it asks for."""
+
+    node: str
+    spec: tuple[tuple[str, Any], ...]
+    params: tuple[tuple[str, str], ...]
+    name: str
+
+
+@dataclass(frozen=True)
+class Term:
+    """Describe a value: an original one that went through pieces."""
+
+    base: str
+    pieces: tuple[Piece, ...] = ()
+
+    def after(self, start: Term) -> tuple[Piece, ...] | None:
+        """Return what is left to do where `start` is there already, or None where that is no start."""
+        same = self.base == start.base and self.pieces[: len(start.pieces)] == start.pieces
+        return self.pieces[len(start.pieces) :] if same else None
+
+
+@dataclass
+class Recipe:
+    """Hold the changes, and where parameters get their values: new names map to the graph's, others are neutral."""
+
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    values: dict[str, str] = field(default_factory=dict)
+    neutral: dict[str, float] = field(default_factory=dict)
+
+
+class Difference:
+    """Find the recipe that makes a module compute what the graph `after` computes; `before` was captured from it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        before: CapturedModule,
+        view: OpGraph,
+        calls: Sequence[Called],
+        norms: Mapping[str, Found],
+        after: CapturedModule,
+    ) -> None:
+        self.module, self.view, self.norms = module, view, norms
+        self.ports = Ports(module, before.graph, view, calls)
+        self.old = {n.name: n for n in before.graph.nodes}
+        self.new = {n.name: n for n in after.graph.nodes}
+        self.parameters = dict(before.named_parameters(remove_duplicate=False))
+        self.recipe = Recipe()
+        self.edits: dict[str, dict[int, dict[str, Any]]] = {}
+        self.digests: dict[str, str] = {}
+        self.placed: dict[str, str] = {}
+        self.delivered: dict[str, Term] = {}
+        self.wanted: dict[str, dict[tuple[str, int], Term]] = {}
+        self.after = after
+
+    def find(self) -> Recipe:
+        """Return the recipe. Raises LnrewriteError LN310 where an edit has no place in the module's Python."""
+        for name, node in self.new.items():
+            if name in self.old and name not in self.view.alias:
+                self.compare(self.old[name], node)
+        for name in self.old:
+            if name in self.wanted:
+                self.deliver(name)
+            elif name in self.new:
+                self.delivered[name] = Term(name)
+        for path, edits in self.edits.items():
+            rows = [edits[i] for i in sorted(edits)]
+            self.recipe.changes.append({"source": path, "digest": self.digests[path], "edits": rows})
+        self.untie()
+        return self.recipe
+
+    def fail(self, name: str, why: str) -> NoReturn:
+        where = self.ports.owner(name) if name in self.old else name
+        remedy = "take the exported route (lnr.convert, or -o OUT.pt2), or give the module a child of its own there"
+        if (times := self.ports.times(where)) > 1:
+            why = f"{where} is called {times} times, so that one edit would act at each"
+        raise LnrewriteError("LN310", where or "the module's forward", why, remedy)
+
+    # ---- what readers want ----
+
+    def compare(self, old: fx.Node, new: fx.Node) -> None:
+        """Note what a node reads now, operand by operand."""
+        for index, (p, q) in enumerate(zip_longest(_operands(old), _operands(new))):
+            if isinstance(q, fx.Node) and not isinstance(p, fx.Node):
+                self.bias(old, q)
+            elif isinstance(q, fx.Node) and self.ports.root(p.name) in self.view.constant:
+                if p.name != q.name and not self.known(q):
+                    self.fail(old.name, "a weight that the module computes would be stored")
+            elif isinstance(q, fx.Node):
+                self.wanted.setdefault(self.ports.root(p.name), {})[old.name, index] = self.term(q)
+
+    def bias(self, reader: fx.Node, got: fx.Node) -> None:
+        """Let a linear map have a bias, as a parameter of its module."""
+        name = str(got.target)
+        path, _, leaf = name.rpartition(".")
+        holder = self.module.get_submodule(path) if self.ports.owner(reader.name) == path else None
+        if leaf != "bias" or holder is None or "bias" not in holder._parameters or holder.bias is not None:
+            self.fail(reader.name, f"a linear map there has no place for the bias {name}")
+        self.recipe.changes.append({"bias": path, "size": int(got.meta["val"].numel())})
+        self.recipe.values[name] = name
+
+    def known(self, node: fx.Node) -> bool:
+        """Say whether a value is made from one parameter that the module has."""
+        while node.op == "call_function" and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        return node.op == "get_attr" and str(node.target) in self.parameters
+
+    def term(self, node: fx.Node) -> Term:
+        """Describe a value by the original one that it is made from."""
+        pieces: list[Piece] = []
+        while node.name not in self.old or node.name in self.view.alias:
+            if node.name in self.old:
+                node = node.all_input_nodes[0]
+                continue
+            piece, node = self.piece(node)
+            pieces.insert(0, piece)
+        return Term(node.name, tuple(pieces))
+
+    def piece(self, node: Any) -> tuple[Piece, fx.Node]:
+        """Read what the graph's editor wrote: one norm, factor and term, or subtraction of the mean."""
+        x: Any = node.args[0] if node.args else None
+        below: Any = x if isinstance(x, fx.Node) and x.name not in self.old else None
+        if node.target is aten.transpose.int and below is not None:
+            inner, turned = self.piece(below)
+            start: Any = turned.args[0]
+            return replace(inner, node=node.name, spec=(*inner.spec, ("axis", node.args[1]))), start
+        if node.target in NORMS:
+            return self.norm(node, None, node), x
+        if node.target is aten.sub.Tensor:
+            axis = node.args[1].args[1][0]
+            return Piece(node.name, (("is", "centre"), *[("axis", axis)] * (axis != -1)), (), f"{x.name}_centre"), x
+        if node.target is aten.add.Tensor and below is not None and below.target is aten.rms_norm.default:
+            return self.norm(below, node.args[1], node), below.args[0]
+        if node.target is aten.add.Tensor:
+            both = below is not None and below.target is aten.mul.Tensor
+            factor, start = (below.args[1], below.args[0]) if both and below is not None else (None, x)
+            return self.affine(node, factor, node.args[1]), start
+        if node.target is aten.mul.Tensor:
+            return self.affine(node, node.args[1], None), x
+        self.fail(node.name, f"the new operation {node.target} has no form as a module")
+
+    def norm(self, node: Any, bias: Any, last: fx.Node) -> Piece:
+        """Read a new norm; `last` is the node of its output."""
+        kind = NORMS[node.target]
+        weight, eps = node.args[2], node.args[-1]
+        bias = node.args[3] if kind == "layer" else bias
+        plus_one = weight is not None and weight.op == "call_function"
+        weight = weight.args[0] if plus_one else weight
+        params = [(leaf, self.parameter(v)) for leaf, v in (("weight", weight), ("bias", bias)) if v is not None]
+        has = dict(params)
+        spec = {"is": "norm", "kind": kind, "width": node.args[1][0], "eps": eps}
+        spec |= {"weight": "weight" in has, "bias": "bias" in has, "plus_one": plus_one}
+        return Piece(last.name, tuple(spec.items()), tuple(params), node.meta["custom"]["norm"])
+
+    def affine(self, node: fx.Node, scale: Any, shift: Any) -> Piece:
+        """Read a new factor and term."""
+        params = [(leaf, self.parameter(v)) for leaf, v in (("scale", scale), ("shift", shift)) if v is not None]
+        spec: dict[str, Any] = {"is": "affine"}
+        spec |= {leaf: tuple(self.after.get_parameter(name).shape) for leaf, name in params}
+        path, _, leaf = params[0][1].rpartition(".")
+        name = path if leaf in ("scale", "shift") else f"{path}_shift"
+        return Piece(node.name, tuple(spec.items()), tuple(params), name)
+
+    def parameter(self, node: Any) -> str:
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            self.fail(getattr(node, "name", ""), "a gain that the module computes would be used elsewhere")
+        return str(node.target)
+
+    # ---- where it goes ----
+
+    def deliver(self, name: str) -> None:
+        """Put what all readers of a value want where it arises, and the rest where they take it."""
+        wants = self.wanted[name]
+        if name not in self.new:
+            self.delivered[name] = self.instead(name, list(wants.values()))
+        else:
+            start, common = Term(name), _common(list(wants.values()))
+            tail = common.after(start) if common else None
+            placed = tail and self.place_after(name, tail)
+            self.delivered[name] = Term(name, tail) if placed and tail else start
+        groups: dict[tuple[Piece, ...], set[tuple[str, int]]] = {}
+        for edge, term in wants.items():
+            tail = term.after(self.delivered[name])
+            if tail is None:
+                self.fail(edge[0], f"what it reads instead of {name} does not reach it")
+            if tail:
+                groups.setdefault(tail, set()).add(edge)
+        for tail, edges in groups.items():
+            self.place_before(name, tail, edges)
+
+    def instead(self, name: str, wants: Sequence[Term]) -> Term:
+        """Let another value stand for an erased one: by another piece in place of a child, or without an operation."""
+        common = _common(wants)
+        if common is None:
+            self.fail(name, "its readers want different values")
+        for call in reversed(self.ports.giving(name, self.view.users[name])):
+            if any(self.ports.inside(call.path, o.name) and o.name in self.new for o in self.view if o.data):
+                continue
+            for _, source in call.takes:
+                tail = common.after(self.delivered[source]) if source in self.delivered else None
+                if tail is not None:
+                    self.replace(call, name, tail)
+                    return common
+        if spot := self.ports.spot(name):
+            for source in self.view[name].data:
+                tail = common.after(self.delivered[source]) if source in self.delivered else None
+                side = self.ports.side(spot, name, source)
+                if tail is not None and side:
+                    self.edit(spot, keep=side, result=self.put(tail, spot.path))
+                    return common
+        self.fail(name, "the norm or factor is no module of its own, nor does its source show it as one operation")
+
+    def replace(self, call: Call, name: str, tail: tuple[Piece, ...]) -> None:
+        """Put pieces in place of a child, which keeps its place where its own parameters can say the same."""
+        found, path = self.norms.get(name), call.path
+        if found and len(tail) == 1 and self.same(found, tail[0]):
+            has = dict(tail[0].params)
+            for leaf, own in (("weight", found.norm.gamma), ("bias", found.norm.beta)):
+                if own and leaf not in has:
+                    self.recipe.neutral[own] = float(leaf == "weight" and not found.norm.plus_one)
+            return
+        self.recipe.changes.append({"module": path, "as": [dict(p.spec) for p in tail]})
+        for i, piece in enumerate(tail):
+            at = path if len(tail) == 1 else f"{path}.{i}"
+            self.recipe.values |= {f"{at}.{leaf}": source for leaf, source in piece.params}
+
+    def same(self, found: Found, piece: Piece) -> bool:
+        """Say whether a new norm is the old one but for the values of its gain and bias."""
+        spec, norm, has = dict(piece.spec), found.norm, dict(piece.params)
+        alike = (spec["is"], spec.get("kind"), spec.get("eps")) == ("norm", norm.kind.value, norm.eps)
+        own = {"weight": norm.gamma, "bias": norm.beta}
+        return alike and found.axis == -1 and not norm.computed and all(own[leaf] == n for leaf, n in has.items())
+
+    def place_after(self, name: str, tail: tuple[Piece, ...]) -> bool:
+        """Put pieces where a value arises: behind the child that gives it, or around the operation that makes it."""
+        if calls := self.ports.giving(name, self.view.users[name]):
+            call = max(calls, key=lambda c: len(_shared(c.path, tail[0].name)))
+            at = [key for key, n in call.gives if n == name]
+            self.recipe.changes.append({"by": self.put(tail, call.path), "after": call.path, "at": at})
+            return True
+        if spot := self.ports.spot(name):
+            self.edit(spot, result=self.put(tail, spot.path))
+            return True
+        return False
+
+    def place_before(self, name: str, tail: tuple[Piece, ...], edges: set[tuple[str, int]]) -> None:
+        """Put pieces where readers take a value: before the children that hold them, or around an operand."""
+        left = {reader for reader, _ in edges}
+        others = {*self.view.users[name]} - left
+        for call in self.ports.taking(name):
+            inner = {n for n in left if self.ports.inside(call.path, n)}
+            if inner and not any(self.ports.inside(call.path, n) for n in others):
+                at = [list(place) for place, n in call.takes if n == name]
+                self.recipe.changes.append({"by": self.put(tail, call.path), "before": call.path, "at": at})
+                left -= inner
+        for reader in sorted(left):
+            spot = self.ports.spot(reader)
+            side = self.ports.side(spot, reader, name) if spot else None
+            if spot is None or side is None:
+                where = "at the border of a child, nor does its source show an operation that can be told apart"
+                self.fail(reader, f"{reader} does not take {name} {where}")
+            self.edit(spot, **{side: self.put(tail, spot.path)})
+
+    def edit(self, spot: Spot, **change: Any) -> None:
+        """Note a change of one operation of a forward; pieces are named from the module on."""
+        self.digests[spot.path] = spot.digest
+        rows = self.edits.setdefault(spot.path, {})
+        prefix = f"{spot.path}." if spot.path else ""
+        row = rows.setdefault(spot.index, {"spot": spot.index, "text": spot.text})
+        row |= {k: [p.removeprefix(prefix) for p in v] if isinstance(v, list) else v for k, v in change.items()}
+
+    def put(self, tail: tuple[Piece, ...], under: str) -> list[str]:
+        """Place pieces in the module, under their own names where that is below `under`; return the paths."""
+        return [self.placed.get(p.node) or self.put_one(p, under) for p in tail]
+
+    def put_one(self, piece: Piece, under: str) -> str:
+        name = piece.name.replace("@", "_")
+        if under and not name.startswith(f"{under}."):
+            name = f"{under}.{name.rpartition('.')[2]}"
+        path = self.free(name)
+        self.recipe.changes.append({"module": path, "as": [dict(piece.spec)]})
+        self.recipe.values |= {f"{path}.{leaf}": source for leaf, source in piece.params}
+        self.placed[piece.node] = path
+        return path
+
+    def free(self, path: str) -> str:
+        """Return a path that nothing has, outside of containers that would run what is put into them."""
+        parent, _, leaf = path.rpartition(".")
+        while parent and isinstance(_module(self.module, parent), (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            parent, _, last = parent.rpartition(".")
+            leaf = f"{last}_{leaf}"
+        whole, count = f"{parent}.{leaf}" if parent else leaf, 1
+        taken = {*self.placed.values()}
+        path = whole
+        while path in taken or _has(self.module, path):
+            count += 1
+            path = f"{whole}_{count}"
+        return path
+
+    def untie(self) -> None:
+        """Give storage of its own to what the new graph no longer shares."""
+        now = dict(self.after.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        for name, parameter in self.parameters.items():
+            other = first.setdefault(id(parameter), name)
+            if other != name and name in now and other in now and now[name] is not now[other]:
+                self.recipe.changes.append({"untie": name})
+
+
+def _operands(node: fx.Node) -> list[Any]:
+    """Return what a node is called with, lists opened."""
+    found: list[Any] = []
+
+    def note(value: Any) -> Any:
+        found.extend(value) if isinstance(value, (list, tuple)) else found.append(value)
+
+    for value in (*node.args, *node.kwargs.values()):
+        note(value)
+    return found
+
+
+def _common(terms: Sequence[Term]) -> Term | None:
+    """Return the longest start that all terms share, or None where they start from different values."""
+    first = terms[0]
+    if any(t.base != first.base for t in terms):
+        return None
+    length = 0
+    while all(len(t.pieces) > length and t.pieces[length] == first.pieces[length] for t in terms):
+        length += 1
+    return Term(first.base, first.pieces[:length])
+
+
+def _shared(path: str, name: str) -> list[str]:
+    """Return the parts that two dotted names begin with alike."""
+    pairs = zip(path.split("."), name.split("."), strict=False)
+    parts: list[str] = []
+    for a, b in pairs:
+        if a != b:
+            break
+        parts.append(a)
+    return parts
+
+
+def _module(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    parent, _, leaf = path.rpartition(".")
+    found = _module(module, parent)
+    return found is not None and hasattr(found, leaf)

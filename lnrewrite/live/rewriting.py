@@ -1,0 +1,304 @@
+"""Rewrite a living module in place: the plan made on its graph, carried out on its Python."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backends.torch.capture import Capture, capture_module, evaluating
+from ..backends.torch.module import Signature, stored
+from ..comparison.verifying import proof
+from ..detect.norms import find_norms
+from ..errors import LnrewriteError, told
+from ..models.program import Program, check_finite
+from ..pipeline.driver import Batch, Pipeline
+from ..pipeline.report import Report
+from ..pipeline.spec import placing
+from ..recipe import runtime as rewritten
+from .difference import Difference, Recipe
+from .ports import children
+from .saving import RECORD, save_as_before, save_as_rewritten
+
+EXACT, ROUNDED = 1e-5, 2e-2
+"""How far a rewritten module's outputs may be from the rewritten graph's, relative to the largest: float32 and half."""
+
+
+def rewrite(
+    module: nn.Module,
+    pipeline: Pipeline | str | None = None,
+    *,
+    to: str | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    calibrate: Iterable[Batch] | None = None,
+    norm: str = "auto",
+    blocks: str | None = None,
+    partial: bool = False,
+    seed: int = 0,
+    undo: bool = True,
+    data: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    verify: bool = True,
+) -> Report:
+    """Rewrite a living nn.Module in place: it stays its own Python, with `generate()`, caches, hooks and training.
+
+    pipeline: a Pipeline or its text; or give `to` (pre, post, peri, output, none) with `norm` and `blocks` as `convert`
+    takes them. args, kwargs: example inputs. calibrate: batches, as `Pipeline.run` takes them. Parameters keep their
+    names and stay the same objects; removed norms become `nn.Identity`, inserted ones live in the block that they
+    serve (`....norm_in`, `norm_out`, `norm_post`). undo: keep the old values of what changes, for `unrewrite`. verify:
+    as `Pipeline.run` takes it.
+
+    All or nothing: Refused and LnrewriteError leave the module as it was. LN310: an edit has no place in the module's
+    Python; LN312: the module is wrapped, sharded or compiled already; LN313: the rewritten module does not compute
+    what was planned.
+    """
+    _check(module)
+    if (pipeline is None) == (to is None):
+        raise LnrewriteError("LN003", "rewrite", "give either a pipeline or to=", "e.g. to='peri'")
+    if to is not None:
+        pipeline = placing(to, norm, blocks)
+    plan = Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline
+    assert plan is not None
+    with evaluating(module):
+        taken = capture_module(module, args, kwargs, children=lambda a, k: children(module, a, k))
+    program = Program(taken)
+    result = plan.run(program, calibrate, partial, seed, data=data, progress=progress, verify=verify)
+    if result.program is program:
+        return result.report
+    recipe = difference(module, program, result.program)
+    with _all_or_nothing(module, keep=undo) as record:
+        record.recipe, record.pipeline = recipe.changes, str(plan)
+        carry_out(module, recipe, result.program.module())
+        _prove(module, result.program, taken, seed)
+    save_as_rewritten(module)
+    return result.report
+
+
+def unrewrite(module: nn.Module) -> None:
+    """Undo the last `rewrite` of a module: its structure, and the values of what was changed.
+
+    Raises LnrewriteError LN314 where nothing is recorded, or where parameters or structure were changed since.
+    """
+    records: list[Record] = getattr(module, RECORD, [])
+    if not records:
+        remedy = "give the module that was rewritten"
+        raise LnrewriteError("LN314", type(module).__name__, "no rewrite of it is recorded", remedy)
+    records[-1].check()
+    records.pop().undo()
+    if not records:
+        delattr(module, RECORD)
+        save_as_before(module)
+
+
+def difference(module: nn.Module, before: Program, after: Program) -> Recipe:
+    """Return what makes a module compute what `after` does; `before` was captured from it with its children's calls."""
+    norms, _ = find_norms(before.graph)
+    return Difference(module, before.module(), before.graph, before.calls, norms, after.module()).find()
+
+
+def carry_out(module: nn.Module, recipe: Recipe, source: nn.Module) -> None:
+    """Change a module as a recipe says, with the values of the rewritten graph's parameters."""
+    had = dict(module.named_parameters(remove_duplicate=False))
+    restructure(module, recipe)
+    with torch.no_grad():
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            origin = recipe.values.get(name, name)
+            values = stored(source, origin)
+            if name in recipe.neutral:
+                parameter.fill_(recipe.neutral[name])
+            elif values is None:
+                continue
+            elif name not in recipe.values:
+                if not torch.equal(parameter, values):
+                    parameter.copy_(values)
+            else:
+                path, _, leaf = name.rpartition(".")
+                fresh = had.get(origin) if origin in had else None
+                if fresh is None:
+                    fresh = nn.Parameter(values.detach().clone())
+                elif not torch.equal(fresh, values):
+                    fresh.copy_(values)
+                module.get_submodule(path).register_parameter(leaf, fresh)
+    if any("untie" in change for change in recipe.changes):
+        for config in _configs(module):
+            config.tie_word_embeddings = False
+
+
+def restructure(module: nn.Module, recipe: Recipe) -> None:
+    """Change a module's structure. Raises LnrewriteError LN310 where a forward cannot be edited."""
+    try:
+        rewritten.apply(module, recipe.changes)
+    except RuntimeError as error:
+        remedy = "take the exported route (lnr.convert, or -o OUT.pt2)"
+        raise LnrewriteError("LN310", type(module).__name__, str(error), remedy) from error
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    """Return the configs that say whether a transformers model ties its embeddings; it ties again when it is saved."""
+    config = getattr(module, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return []
+    return [c for c in (config, config.get_text_config()) if hasattr(c, "tie_word_embeddings")]
+
+
+def _check(module: nn.Module) -> None:
+    """Raise LnrewriteError where a module cannot be rewritten in place."""
+    if not isinstance(module, nn.Module):
+        why = f"a {type(module).__name__} was given"
+        raise LnrewriteError("LN011", "rewrite", why, "give a torch.nn.Module; use lnrewrite.load for files")
+    for name, child in module.named_modules():
+        if hasattr(child, "_orig_mod"):
+            raise LnrewriteError("LN312", name or "module", "it is compiled", "rewrite it first, then compile")
+    for name, parameter in module.named_parameters():
+        if type(parameter.data) is not torch.Tensor:
+            why = f"its parameter is a {type(parameter.data).__name__}"
+            raise LnrewriteError("LN312", name, why, "rewrite the module first, then shard or quantise it")
+    check_finite(module)
+
+
+# ---- all or nothing ----
+
+Slots = dict[str, dict[Any, Any]]
+
+
+@dataclass
+class Record:
+    """Hold what one rewrite changed: rows (module, dict of it, key, old, new), classes, and old values."""
+
+    recipe: list[dict[str, Any]] = field(default_factory=list)
+    pipeline: str = ""
+    rows: list[tuple[nn.Module, str, Any, Any, Any]] = field(default_factory=list)
+    classes: list[tuple[nn.Module, type, type]] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    configs: list[tuple[Any, bool]] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise LnrewriteError LN314 where something was changed since."""
+        changed = [slot for m, slot, key, _, new in self.rows if getattr(m, slot).get(key, _MISSING) is not new]
+        changed += [m.__class__.__name__ for m, _, new in self.classes if type(m) is not new]
+        if changed:
+            raise LnrewriteError("LN314", changed[0], "the structure was changed since", "undo those changes first")
+        if any(value.old is None for value in self.values):
+            raise LnrewriteError("LN314", "weights", "their old values were not kept", "rewrite with undo=True")
+        if any(_checksum(value.parameter) != value.after for value in self.values):
+            raise LnrewriteError("LN314", "weights", "they were changed since", "load the original checkpoint instead")
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for holder, slot, key, old, _ in reversed(self.rows):
+            held = getattr(holder, slot)
+            held.pop(key, None) if old is _MISSING else held.update({key: old})
+        for holder, before, _ in self.classes:
+            holder.__class__ = before
+        with torch.no_grad():
+            for value in self.values:
+                if value.old is not None:
+                    value.parameter.copy_(value.old)
+        for config, tied in self.configs:
+            config.tie_word_embeddings = tied
+
+
+@dataclass
+class Value:
+    """Hold a parameter, what it held before the rewrite, and the checksum of what it was given."""
+
+    parameter: nn.Parameter
+    old: torch.Tensor | None
+    after: int = 0
+
+
+class _Missing:
+    """Stand for a key that a dict lacks; one object, also in a copy."""
+
+    def __deepcopy__(self, memo: Any) -> _Missing:
+        return self
+
+    def __reduce__(self) -> str:
+        return "_MISSING"
+
+
+_MISSING = _Missing()
+
+
+@contextmanager
+def _all_or_nothing(module: nn.Module, keep: bool) -> Iterator[Record]:
+    """Note what happens to a module; on an error put everything back, else record it on the module."""
+    record = Record(configs=[(c, c.tie_word_embeddings) for c in _configs(module)])
+    before = {m: (type(m), _slots(m)) for m in module.modules()}
+    values = [Value(p, p.detach().clone()) for p in module.parameters()]
+    try:
+        yield record
+    except BaseException:
+        _note(record, before, values)
+        record.undo()
+        raise
+    _note(record, before, values)
+    for value in record.values:
+        value.old = value.old if keep else None
+    vars(module).setdefault(RECORD, []).append(record)
+
+
+def _note(
+    record: Record,
+    before: Mapping[nn.Module, tuple[type, Slots]],
+    values: Sequence[Value],
+) -> None:
+    """Fill a record with what changed."""
+    for m, (cls, slots) in before.items():
+        if type(m) is not cls:
+            record.classes.append((m, cls, type(m)))
+        for slot, now in _slots(m).items():
+            old = slots.get(slot, {})
+            keys = [k for k in {**old, **now} if old.get(k, _MISSING) is not now.get(k, _MISSING)]
+            record.rows += [(m, slot, k, old.get(k, _MISSING), now.get(k, _MISSING)) for k in keys]
+    record.values += [v for v in values if v.old is not None and not torch.equal(v.parameter, v.old)]
+    for value in record.values:
+        value.after = _checksum(value.parameter)
+
+
+def _checksum(parameter: nn.Parameter) -> int:
+    return zlib.crc32(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
+def _slots(module: nn.Module) -> Slots:
+    """Return the dicts that hold a module's children, parameters and hooks."""
+    return {k: dict(v) for k, v in vars(module).items() if isinstance(v, dict)}
+
+
+# ---- proof ----
+
+
+class _AsCaptured(nn.Module):
+    """Call a module as it was captured: with the inputs that were no tensors."""
+
+    def __init__(self, module: nn.Module, signature: Signature) -> None:
+        super().__init__()
+        self.module, self.signature = module, signature
+
+    def forward(self, **given: Any) -> Any:
+        s = self.signature
+        plain = {k: v for k, v in s.constants.items() if v is not None}
+        return self.module(**plain, **given)
+
+
+def _prove(module: nn.Module, program: Program, taken: Capture, seed: int) -> None:
+    """Raise LnrewriteError LN313 where a rewritten module and the rewritten graph give different outputs."""
+    if any(p.is_meta for p in module.parameters()):
+        return
+    bound = ROUNDED if program.narrow else EXACT
+    remedy = "take the exported route (lnr.convert, or -o OUT.pt2), and report this model"
+    try:
+        with evaluating(module):
+            found = proof(program, _AsCaptured(module, taken.module.signature), bound, seed)
+    except Exception as error:  # the module's own code, which may look at a norm that is gone
+        why = f"rewritten, it fails with {told(error)}"
+        raise LnrewriteError("LN313", type(module).__name__, why, remedy) from error
+    if found["verdict"] == "different":
+        why = f"its outputs are {found['max_rel']:.1e} (relative) from what was planned"
+        raise LnrewriteError("LN313", type(module).__name__, why, remedy)

@@ -1,0 +1,1 @@
+"""What a MODEL is, read without running it: files, archives, checkpoint folders."""

@@ -1,0 +1,1 @@
+"""A model with its picture: captured from torch, or read from ONNX."""

@@ -1,0 +1,178 @@
+"""What a captured model and an ONNX model have in common: a graph, the picture of it, and questions to its values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Self
+
+from ..comparison.proving import Evidence
+from ..detect.arithmetic import Unknown, affine, evaluate
+from ..detect.blocks import detect
+from ..detect.graph import OpGraph
+from ..errors import LnrewriteError
+from ..ir import text
+from ..ir.network import Network
+from ..ir.summary import Picture, describe
+from ..pipeline.certifying import certify
+from ..pipeline.driver import Batch, Samples
+from ..pipeline.sounding import Edits
+from . import calibration
+
+UNTRIED = "the picture was not tried on numbers: {}"
+
+
+class Seen(ABC):
+    """See a model as a graph; a subclass says what the graph is, what its parameters hold, and how it runs."""
+
+    format: str
+    told: tuple[str, ...] = ()
+
+    @property
+    @abstractmethod
+    def fixed_paths(self) -> tuple[str, ...]:
+        """Return what a capture fixed that the model itself chooses by its data: the line, its place, what it read."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a user should know about how the model was opened and captured."""
+        return (*self.told, *(f"captured on one path, that of the example inputs: {path}" for path in self.fixed_paths))
+
+    @abstractmethod
+    def _lift(self) -> OpGraph: ...
+    @abstractmethod
+    def _held(self, param: str) -> Any | None:
+        """Return a parameter as the model stores it, or None where there is none of that name."""
+
+    @abstractmethod
+    def _array(self, held: Any) -> Any:
+        """Return what `_held` gave as a float64 numpy array."""
+
+    @abstractmethod
+    def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Any]:
+        """Run the model on one batch and return the values of some of its nodes."""
+
+    @abstractmethod
+    def is_ones(self, param: str) -> bool: ...
+    @abstractmethod
+    def is_zeros(self, param: str) -> bool: ...
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """Return the neutral view of the model's graph."""
+        return self._lift()
+
+    @cached_property
+    def network(self) -> Network:
+        """Return what detection sees in the model."""
+        return detect(self.graph)
+
+    @cached_property
+    def certified(self) -> Network:
+        """Return what detection sees, tried on the model: with a barrier where it does not hold (LN208)."""
+        found = certify(self)
+        if found is None:
+            self.told = (*self.told, UNTRIED.format(self._silent))
+        return found or self.network
+
+    @property
+    @abstractmethod
+    def narrow(self) -> bool:
+        """Return whether weights are stored in so few bits that edits are rounded."""
+
+    def evidence(self, seed: int) -> Evidence | None:
+        """Return what this program computes in float64 on made-up inputs, of two sizes where it takes two; once.
+
+        None where it holds no weights, or takes none of those inputs.
+        """
+        if seed not in self._heard:
+            try:
+                self._heard[seed] = self._evidence(seed)
+            except LnrewriteError as error:  # no inputs can be made up, or it does not run at all
+                self._heard[seed], self._silent = None, error.why
+        return self._heard[seed]
+
+    _silent = "it holds none, takes no made-up inputs, or has too many nodes"
+    """Why it has no evidence."""
+
+    @cached_property
+    def _heard(self) -> dict[int, Evidence | None]:
+        return {}
+
+    @abstractmethod
+    def _evidence(self, seed: int) -> Evidence | None: ...
+    @abstractmethod
+    def apply(self, edits: Edits, label: str, *, consume: bool = False) -> tuple[Self, int]:
+        """Carry edits out on a copy and return it with their number; `consume` may use this program up instead."""
+
+    @abstractmethod
+    def away(self, evidence: Evidence) -> float:
+        """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
+
+    @property
+    def stream(self) -> Picture:
+        """Return the text form of the picture; a notebook shows it as a table."""
+        return Picture(text.render(self.certified))
+
+    def inspect(self) -> dict[str, Any]:
+        """Return the object of `lnrewrite inspect --json`: streams, blocks, placements, norms, refusals."""
+        return describe(self.certified, self.format, self.is_ones, self.is_zeros, self.notes)
+
+    def values(self, param: str) -> Any:
+        """Return the values of a parameter, or of a node computed from parameters, as a float64 numpy array.
+
+        Raises LnrewriteError LN105 where a node computes them in a way that cannot be followed.
+        """
+        if self._held(param) is None and param in self.graph.constant:
+            try:
+                return evaluate(self.graph, param, self.values)
+            except Unknown as why:
+                raise LnrewriteError("LN105", param, f"{why} has no rule here", "store it as a parameter") from why
+        return self._array(self._known(param))
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        """Return a parameter's shape."""
+        return tuple(map(int, self._known(param).shape))
+
+    def affine(self, start: str, end: str) -> tuple[Any, Any]:
+        """Return (a, s), one number per channel each, of a piece of graph that computes a x + s from constants."""
+        try:
+            return affine(self.graph, start, end, self.values)
+        except Unknown as why:
+            raise LnrewriteError("LN105", end, f"{why} has no rule here", "leave it as it is") from why
+
+    @abstractmethod
+    def synthetic(self, seed: int) -> Sequence[Batch]:
+        """Make up batches of inputs that the model accepts. Raises LN033 where none takes the captured path."""
+
+    @abstractmethod
+    def at_other_sizes(self, seed: int) -> Sequence[Batch]:
+        """Make up batches of other sizes than the example inputs, where the model takes such."""
+
+    @abstractmethod
+    def example_inputs(self) -> dict[str, Any]:
+        """Return inputs that the model accepts, by name."""
+
+    def trials(self, seed: int) -> Sequence[Batch]:
+        """Return inputs to compare by: made up, of two sizes; the example inputs where those take another path."""
+        try:
+            return [next(iter(self.synthetic(seed))), *self.at_other_sizes(seed)]
+        except LnrewriteError as error:
+            if error.code != "LN033":
+                raise
+            return [self.example_inputs()]
+
+    def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
+        """Run the model on the batches and return what each block saw and did, [tokens, width] each."""
+        return calibration.collect(self.network, self._record, batches)
+
+    def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:
+        """Run the model on the batches and return the size of the largest number in each value of its graph."""
+        return calibration.peaks(self.graph, self._record, batches)
+
+    def _known(self, param: str) -> Any:
+        held = self._held(param)
+        if held is None:
+            raise LnrewriteError("LN301", param, "the model has no such parameter", "report this with the model")
+        return held

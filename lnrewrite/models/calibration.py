@@ -1,0 +1,118 @@
+"""Run a captured model on data and keep what each block saw and did: tokens by channels, the same tokens everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from ..backends.torch.capture import evaluating, quiet
+from ..backends.torch.feeding import flat_inputs
+from ..backends.torch.fixed import elsewhere, other_path
+from ..backends.torch.module import CapturedModule
+from ..detect.graph import OpGraph
+from ..errors import LnrewriteError, words
+from ..ir.network import Block, Network, Stream, Where
+from ..pipeline.driver import Batch, Samples
+
+BYTES = 1 << 29
+"""How much memory the samples of one program may take; fewer tokens are kept of a larger model."""
+
+
+Record = Callable[[Batch, Sequence[str]], Mapping[str, torch.Tensor]]
+"""Runs a model on one batch and returns the values of some of its nodes."""
+
+
+def collect(network: Network, record: Record, batches: Sequence[Batch], seed: int = 0) -> dict[str, Samples]:
+    """Return each block's samples on the batches: float64 arrays [tokens, width], at most `BYTES` in all.
+
+    Raises LnrewriteError LN022 where a batch does not fit the model, LN026 where it gives NaN or infinite values.
+    """
+    names = {b.name: _nodes(s, b, i) for s in network.streams for i, b in enumerate(s.blocks)}
+    axes = {n: axis for nodes in names.values() for n, axis in nodes.values() if n}
+    width = max((s.width for s in network.streams), default=0) or 1  # 0: not known
+    limit = max(64, BYTES // (8 * width * max(1, len(axes)) * len(batches)))
+    parts: dict[str, list[Any]] = {n: [] for n in axes}
+    for index, batch in enumerate(batches):
+        for name, value in record(batch, list(axes)).items():
+            rows = value.detach().movedim(axes[name], -1)
+            rows = rows.reshape(-1, rows.shape[-1])
+            parts[name].append(rows[_rows(len(rows), limit, seed + index)].double().cpu().numpy())
+    arrays = {n: np.concatenate(p) for n, p in parts.items() if p}
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            why = f"the value of {name} is NaN or infinite on this data"
+            raise LnrewriteError("LN026", "calibration", why, "run the model in float32, or check data and weights")
+    return {block: Samples(**{k: arrays.get(n) for k, (n, _) in nodes.items()}) for block, nodes in names.items()}
+
+
+def peaks(graph: OpGraph, record: Record, batches: Sequence[Batch]) -> dict[str, float]:
+    """Return the largest size of a number in each floating point value of a graph, over all batches."""
+    names = [op.name for op in graph if "float" in op.dtype and op.name not in graph.constant and op.shape is not None]
+    found = dict.fromkeys(names, 0.0)
+    for batch in batches:
+        for name, value in record(batch, names).items():
+            largest = value.abs().max().item() if value.numel() else 0.0
+            found[name] = max(found[name], float(largest))
+    return found
+
+
+def recorder(module: CapturedModule) -> Record:
+    """Return what runs a captured module and keeps the values of some nodes."""
+
+    def record(batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        interpreter = _Keeping(module, frozenset(wanted))
+        inputs = flat_inputs(module, batch)
+        try:
+            with evaluating(module), quiet():
+                interpreter.run(*inputs, enable_io_processing=False)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if path := other_path(error):
+                raise elsewhere("calibration data", path) from error
+            why = f"the model fails on it: {words(error).partition(chr(10))[0]}"
+            raise LnrewriteError("LN022", "calibration data", why, "give data that the model takes") from error
+        return interpreter.kept
+
+    return record
+
+
+class _Keeping(fx.Interpreter):
+    """Run a graph and keep the values of some nodes."""
+
+    def __init__(self, module: CapturedModule, wanted: frozenset[str]) -> None:
+        super().__init__(module)
+        self.wanted = wanted
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.name in self.wanted:  # of an operator with several results, the first
+            self.kept[n.name] = (value[0] if isinstance(value, (tuple, list)) else value).detach()
+        return value
+
+
+def _rows(count: int, limit: int, seed: int) -> torch.Tensor:
+    """Return which rows of a batch are kept: the same choice for every value with as many rows."""
+    if count <= limit:
+        return torch.arange(count)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator)[:limit].sort().values
+
+
+def _nodes(stream: Stream, block: Block, index: int) -> dict[str, tuple[str, int]]:
+    """Name the nodes that hold a block's samples, and their channels' axis; empty where there is no such value."""
+    into, out = block.at(Where.IN), block.at(Where.OUT)
+    earlier = [b for b in stream.blocks[:index] if b.anchor.total != block.anchor.total]
+    trunk = earlier[-1].at(Where.POST) if earlier else stream.embedding
+    axis = block.anchor.axis
+    return {
+        "state": (block.anchor.state, axis),
+        "before": (trunk.origin[0], trunk.norm.axis) if trunk else ("", axis),
+        "read": (into.origin[-1], into.norm.axis) if into else (block.anchor.state, axis),
+        "written": (out.origin[0], out.norm.axis) if out else (block.anchor.branch, axis),
+        "branch": (block.anchor.branch, axis),
+        "total": (block.anchor.total, axis),
+    }

@@ -1,0 +1,258 @@
+"""An ONNX model with its picture: the counterpart of `Program` for graphs that come from a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
+
+from .._version import __version__
+from ..backends.onnx.double import doubled, jittered
+from ..backends.onnx.editor import OnnxEditor
+from ..backends.onnx.file import ONE_FILE, bytes_of, check_finite, read, stamp
+from ..backends.onnx.inputs import drawn, dynamic_axes, example_inputs, id_limits, resized
+from ..backends.onnx.lift import lift
+from ..backends.onnx.session import OnnxModule, load, runnable
+from ..backends.outputs import Outputs, apart
+from ..backends.surgery import Surgery
+from ..comparison.proving import FLOOR, Evidence, gathered, unexplained
+from ..comparison.verifying import drift, held_in_half
+from ..data.inputs import parse_inputs
+from ..detect.graph import OpGraph
+from ..errors import LnrewriteError
+from ..export.lowering import lower, split
+from ..export.targets import TARGETS
+from ..files.output import check_output
+from ..ir.edits import Proposal
+from ..ir.network import Network, Stream
+from ..kernels.library import DOMAIN, find
+from ..pipeline.driver import Batch
+from .base import Seen
+
+TRIED = 20_000
+"""A model of more nodes is not tried on numbers: each trial copies it, and a copy of so many takes seconds."""
+
+
+class OnnxProgram(Seen):
+    """Hold an ONNX model and the picture that detection makes of it; `lnrewrite.load` makes it of a file.
+
+    It offers what `Program` does, except training: its `module()` runs the model in ONNX Runtime. `style` is the target
+    whose forms the file's norms have, so that a rewritten model is saved in the same: Skip* operators are held as the
+    add and the norm that they compute. `done` are the passes that were applied.
+    """
+
+    format, tokenizer = "onnx", None
+
+    def __init__(
+        self,
+        model: ir.Model,
+        *,
+        style: str = "generic",
+        given: Mapping[str, Any] | None = None,
+        done: tuple[str, ...] = (),
+        file: tuple[Path, str] | None = None,
+    ) -> None:
+        self.model, self.style, self.done = model, style, done
+        self._given, self._file = given, file
+
+    @classmethod
+    def open(cls, path: Path, name: str, inputs: Any = None, seed: int = 0) -> Self:
+        """Read a file, `name` in errors. inputs: as `lnrewrite.load` takes them; None makes them up when needed.
+
+        Raises LnrewriteError LN024 for weights that are NaN or infinite, and what reading the file raises.
+        """
+        model = read(path, name)
+        check_finite(model, name)
+        LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
+        plain = any(n.op_type == "SimplifiedLayerNormalization" for n in model.graph)
+        style = "cuda" if split(model) else "as it is" if plain else "generic"
+        return cls(model, style=style, given=_named(model, inputs, seed), file=(path, name))
+
+    @property
+    def fixed_paths(self) -> tuple[str, ...]:
+        """Return what was fixed in the torch model that this one was exported from."""
+        return tuple(json.loads(self.model.metadata_props.get("lnrewrite.fixed_paths", "[]")))
+
+    @cached_property
+    def kernels(self) -> OnnxModule | None:
+        """Return the file run by lnrewrite's kernels; None where it holds no operators of it, or none are built."""
+        if self._file is None or DOMAIN not in self.model.graph.opset_imports or find() is None:
+            return None
+        return OnnxModule(read(*self._file, inline=False))
+
+    def _lift(self) -> OpGraph:
+        with self._valid():
+            return lift(self.model)
+
+    @cached_property
+    def network(self) -> Network:
+        """Return what detection sees in the model."""
+        with self._valid():
+            return super().network
+
+    @contextmanager
+    def _valid(self) -> Iterator[None]:
+        """Raise LN030 for an error that comes of a model which ONNX Runtime does not take either."""
+        try:
+            yield
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            load(self.model)
+            raise
+
+    @cached_property
+    def _module(self) -> OnnxModule:
+        return runnable(self.model)
+
+    def module(self) -> OnnxModule:
+        """Return the model as a module that runs in ONNX Runtime: called by input names, gives a dict of tensors."""
+        return self._module
+
+    @cached_property
+    def _inputs(self) -> dict[str, Any]:
+        if self._given is not None:
+            return dict(self._given)
+        return example_inputs(self.model, lambda inputs: self.module()(**inputs))
+
+    def example_inputs(self) -> dict[str, Any]:
+        """Return inputs that the model accepts, by name."""
+        return dict(self._inputs)
+
+    def dynamic_axes(self) -> dict[str, dict[int, str]]:
+        """Return, for each input, its dynamic axes and the names of their sizes."""
+        return dynamic_axes(self.model)
+
+    def id_limits(self) -> dict[str, int]:
+        """Return how many rows the table has that each integer input looks up."""
+        return id_limits(self.model)
+
+    def is_ones(self, param: str) -> bool:
+        """Say whether every value of an initializer is one."""
+        return bool((self.values(param) == 1).all())
+
+    def is_zeros(self, param: str) -> bool:
+        """Say whether every value of an initializer is zero."""
+        return bool((self.values(param) == 0).all())
+
+    def _held(self, param: str) -> ir.TensorProtocol | None:
+        found = self.model.graph.initializers.get(param)
+        return None if found is None else found.const_value
+
+    def _array(self, held: ir.TensorProtocol) -> Any:
+        return held.numpy().astype("float64")
+
+    def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        named = batch if isinstance(batch, Mapping) else dict(zip(self.example_inputs(), batch, strict=True))
+        found = self.module().watch(wanted, **named)
+        return {name: found[name] for name in wanted}
+
+    def synthetic(self, seed: int) -> Sequence[Batch]:
+        """Make up eight batches of inputs that the model accepts."""
+        from ..data.batches import synthetic
+
+        return list(synthetic(self.example_inputs(), self.id_limits(), batches=8, seed=seed))
+
+    def at_other_sizes(self, seed: int) -> Sequence[Batch]:
+        """Make up one batch at each of a few other sizes of the dynamic dimensions."""
+        sizes = islice(resized(self.model, self.example_inputs()), 6)
+        return [drawn(self.model, each, seed) for each in sizes]
+
+    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
+        """Compare another program's outputs with this one's on the batches."""
+        return drift(self.module(), other.module(), batches, held_out)
+
+    def _evidence(self, seed: int) -> Evidence | None:
+        if self.model.graph.num_nodes() > TRIED:
+            return None
+        batches = self.trials(seed)
+        for wide in (True, False) if bytes_of(self.model) <= ONE_FILE else (False,):  # a large one as it is, for memory
+            if found := gathered(partial(_run, _judge(self.model, wide)), batches, wide):
+                return found
+        return None
+
+    def away(self, evidence: Evidence) -> float:
+        """Return how far this model's outputs are from another's evidence, relative; 0 where rounding explains it."""
+        try:
+            judge = _judge(self.model, evidence.wide)
+            found = [_run(judge, batch) for batch in evidence.batches]
+        except LnrewriteError:  # what does not run computes nothing
+            return math.inf
+        error = apart(evidence.outputs, found)
+        if error <= FLOOR:
+            return 0.0
+        moved = _run(_judge(jittered(self.model), evidence.wide), evidence.batches[-1])
+        return unexplained(error, apart(found[-1:], [moved]))
+
+    @property
+    def narrow(self) -> bool:
+        """Say whether initializers are stored in float16, so that edits are rounded (the CPU does not run bfloat16)."""
+        return any(v.dtype == ir.DataType.FLOAT16 for v in self.model.graph.initializers.values())
+
+    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:
+        """Carry edits out on a copy, weights lazily, and return it with their number; a copy costs nothing to save."""
+        model = self.model.clone()
+        vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
+        count = Surgery(OnnxEditor(model, self.graph), self.graph, vectors).carry_out(edits, label)
+        return type(self)(model, style=self.style, given=self._given, done=(*self.done, label)), count
+
+    def to_onnx(self, opset: int | None = None) -> ir.Model:
+        """Return a copy of the model. Raises LnrewriteError LN503 where another opset is asked for."""
+        held = self.model.opset_imports.get("", 0)
+        if opset not in (None, held):
+            why = f"the file is of opset {held}"
+            raise LnrewriteError("LN503", f"opset {opset}", why, "leave --opset out, or export the PyTorch model again")
+        return self.model.clone()
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
+        """Write the model as ONNX, proved against this program; whole or not at all.
+
+        Raises LnrewriteError LN025 where it cannot be written, LN032 for a .pt2, LN403 where the proof fails.
+        """
+        from ..export.writer import TOLERANCE, put
+
+        if Path(path).suffix == ".pt2":
+            raise LnrewriteError("LN032", str(path), "the model came from an ONNX file", "name an .onnx file")
+        model = self.model.clone()
+        if self.style in TARGETS:
+            lower(model, TARGETS[self.style], version("onnxruntime"))
+        stamp(model, version=__version__, pipeline=",".join(self.done))
+        bound = TOLERANCE["fp16" if held_in_half(self) else "fp32"]
+        put(model, check_output(path, force), self, bound, lambda message: None, force=force)
+
+    def export(self, path: str | os.PathLike[str], **how: Any) -> Any:
+        """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.export.writer.export`."""
+        from ..export.writer import export
+
+        return export(self, path, **how)
+
+
+def _judge(model: ir.Model, wide: bool) -> OnnxModule:
+    """Return what runs a model in float64, or as it is."""
+    return OnnxModule(doubled(model), "float64") if wide else runnable(model)
+
+
+def _run(module: torch.nn.Module, batch: Batch) -> Outputs:
+    """Return a model's floating point outputs."""
+    outputs = module(**batch) if isinstance(batch, Mapping) else module(*batch)
+    return [t.double() for t in outputs.values() if t.is_floating_point()]
+
+
+def _named(model: ir.Model, inputs: Mapping[str, Any] | Sequence[Any] | None, seed: int) -> dict[str, Any] | None:
+    """Return inputs by name: those given, or drawn as `--input` specifications say."""
+    if inputs is None or isinstance(inputs, Mapping):
+        return None if inputs is None else dict(inputs)
+    names = [v.name or "" for v in model.graph.inputs]
+    if not all(isinstance(i, str) for i in inputs):
+        return dict(zip(names, inputs, strict=True))
+    drawn = parse_inputs(list(inputs), seed=seed, vocabulary=min(id_limits(model).values(), default=2))
+    return {**dict(zip(names, drawn.args, strict=False)), **drawn.kwargs}

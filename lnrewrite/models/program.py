@@ -1,0 +1,271 @@
+"""A captured model with its picture: load or capture it, look at it, run a pipeline on it, save it."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from ..backends.surgery import Surgery
+from ..backends.torch.capture import Capture, capture_module, export_again, quiet
+from ..backends.torch.editor import FxEditor
+from ..backends.torch.fixed import fixed_paths
+from ..backends.torch.lift import lift
+from ..backends.torch.module import Called, CapturedModule, stored, with_plain_outputs
+from ..comparison.proving import Evidence, away, evidence
+from ..comparison.verifying import drift
+from ..detect.graph import OpGraph
+from ..detect.naming import norm_names
+from ..detect.norms import find_norms
+from ..errors import LnrewriteError
+from ..files.landing import poured, write_whole
+from ..files.output import check_output
+from ..ir.edits import Proposal
+from ..ir.network import Stream
+from ..pipeline.driver import Batch
+from ..pipeline.report import Report
+from . import calibration
+from .base import Seen
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from ..loading.transformers import Tokenizer
+
+TRIED = 32
+"""How many batches are made up where some take another path than the captured one."""
+
+
+class Program(Seen):
+    """Hold a captured model: its graph with parameters, example inputs, and the picture that detection makes of it.
+
+    Made by `lnrewrite.load` and `lnrewrite.capture`; passes never change it, they give a new one.
+    """
+
+    def __init__(self, capture: Capture, *, format: str = "module", tokenizer: Tokenizer | None = None) -> None:
+        self._capture, self.told = capture, capture.notes
+        self.format, self.tokenizer = format, tokenizer
+
+    @property
+    def fixed_paths(self) -> tuple[str, ...]:
+        """Return what the capture fixed that the module itself chooses by its data; the graph asserts each."""
+        return fixed_paths(self._capture.module.graph)
+
+    @property
+    def calls(self) -> tuple[Called, ...]:
+        """Return what entered and left the submodules that the capture was told to watch."""
+        found: tuple[Called, ...] = self._capture.module.meta["calls"]
+        return found
+
+    def _lift(self) -> OpGraph:
+        return lift(self._capture.module)
+
+    def module(self) -> CapturedModule:
+        """Return the model as a trainable nn.Module, the same object at each call, called as the original was."""
+        return self._capture.module
+
+    def example_inputs(self) -> dict[str, Any]:
+        """Return the inputs that the model was captured with, by name."""
+        s = self._capture.module.signature
+        return {**dict(zip(s.positional, self._capture.args, strict=True)), **self._capture.kwargs}
+
+    def dynamic_axes(self) -> dict[str, dict[int, str]]:
+        """Return, for each input, its dynamic axes and the names of their sizes."""
+        nodes = [n for n in self._capture.module.graph.nodes if n.op == "placeholder"]
+        shapes = [n.meta["val"].shape for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        axes = [{i: str(d) for i, d in enumerate(shape) if not isinstance(d, int)} for shape in shapes]
+        return dict(zip(self.example_inputs(), axes, strict=False))
+
+    def is_ones(self, param: str) -> bool:
+        """Say whether every value of a parameter is one (unknown values are not)."""
+        return self._all(param, 1.0)
+
+    def is_zeros(self, param: str) -> bool:
+        """Say whether every value of a parameter is zero (unknown values are not)."""
+        return self._all(param, 0.0)
+
+    def _all(self, param: str, number: float) -> bool:
+        tensor = self._held(param)
+        return tensor is not None and not tensor.is_meta and bool((tensor == number).all())
+
+    def _held(self, param: str) -> torch.Tensor | None:
+        return stored(self._capture.module, param)
+
+    def _array(self, held: torch.Tensor) -> Any:
+        return held.detach().double().cpu().numpy()
+
+    def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        return calibration.recorder(self._capture.module)(batch, wanted)
+
+    def synthetic(self, seed: int) -> Sequence[Batch]:
+        """Make up eight batches of inputs like the example inputs."""
+        from ..data.batches import synthetic
+
+        if any(p.is_meta for p in self._capture.module.parameters()):
+            why = "the model is on the meta device and holds no numbers"
+            raise LnrewriteError("LN026", "calibration", why, "load its weights first")
+        example = {k: v for k, v in self.example_inputs().items() if isinstance(v, torch.Tensor)}
+        limits = self.id_limits()
+        if self.fixed_paths:
+            return self._on_path(synthetic(example, limits, batches=TRIED, seed=seed))
+        found = list(synthetic(example, limits, batches=8, seed=seed))
+        if any(not v.is_floating_point() and n not in limits for n, v in example.items()):
+            try:
+                self._record(found[0], ())
+            except LnrewriteError:  # integers that mean something, such as boxes: those of the example do
+                return list(synthetic(example, limits, batches=8, seed=seed, keep=True))
+        return found
+
+    def _on_path(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return the first eight batches that take the captured path. Raises LnrewriteError LN033 where none does."""
+        found: list[Batch] = []
+        for batch in batches:
+            try:
+                self._record(batch, ())
+            except LnrewriteError as error:
+                if error.code != "LN033":
+                    raise
+                other = error
+            else:
+                found.append(batch)
+            if len(found) == 8:
+                break
+        if not found:
+            raise LnrewriteError("LN033", "made-up inputs", f"in {len(batches)} draws {other.why}", other.remedy)
+        return found
+
+    def at_other_sizes(self, seed: int) -> Sequence[Batch]:
+        """Make up a batch with one row more and one token less, where the model takes that; else none."""
+        batch = dict(self.synthetic(seed)[-1])
+        for name, axes in self.dynamic_axes().items():
+            for axis in axes:
+                size = batch[name].shape[axis]
+                rows = torch.arange(size - 1 if axis and size > 2 else size + 1) % size
+                batch[name] = batch[name].index_select(axis, rows.to(batch[name].device))
+        return [batch]
+
+    def id_limits(self) -> dict[str, int]:
+        """Return how many rows the table has that each integer input looks up."""
+        limits: dict[str, int] = {}
+        for op in self.graph:
+            if op.kind == "embedding" and len(op.data) > 1 and self.graph[op.data[1]].kind == "input":
+                limits[op.data[1]] = self.graph.width(op.data[0], 0)
+        return limits
+
+    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
+        """Compare another program's outputs with this one's on the batches."""
+        return drift(self.module(), other.module(), batches, held_out)
+
+    def _evidence(self, seed: int) -> Evidence | None:
+        if any(p.is_meta for p in self._capture.module.parameters()):
+            return None
+        return evidence(self.module(), self.trials(seed)) or evidence(self.module(), [self.example_inputs()])
+
+    def away(self, evidence: Evidence) -> float:
+        """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
+        return away(self.module(), evidence)
+
+    @property
+    def narrow(self) -> bool:
+        """Say whether parameters are stored in fewer than 32 bits, so that edits are rounded."""
+        return any(p.dtype in (torch.float16, torch.bfloat16) for p in self._capture.module.parameters())
+
+    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:
+        """Carry edits out on a copy and return it with their number; `consume` uses this program up instead."""
+        module = self._capture.module
+        if not consume:
+            with quiet():
+                module = copy.deepcopy(module)
+        vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
+        count = Surgery(FxEditor(module), self.graph, vectors).carry_out(edits, label)
+        capture = replace(self._capture, module=module)
+        return type(self)(capture, format=self.format, tokenizer=self.tokenizer), count
+
+    def to_onnx(self, opset: int | None = None) -> ir.Model:
+        """Return the model as ONNX, every recognised norm one operator, parameters under their own names.
+
+        Raises LnrewriteError LN501 where torch.onnx has no translation, LN503 for an opset that cannot be written.
+        """
+        from ..backends.onnx.export import OPSET, to_onnx
+
+        norms, _ = find_norms(self.graph)
+        c = self._capture
+        return to_onnx(c.module, c.args, c.kwargs, norms, norm_names(self.network), opset or OPSET)
+
+    def export(self, path: str | os.PathLike[str], **how: Any) -> Report:
+        """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.export.writer.export`."""
+        need_onnx(str(path))
+        from ..export.writer import export
+
+        return export(self, path, **how)
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
+        """Write the model: a torch.export archive that loads with torch alone or, named .onnx, a generic ONNX model.
+
+        Whole or not at all. Library output classes become plain dicts of the same keys. Raises LnrewriteError LN025
+        where it cannot be written, or exists and `force` is false.
+        """
+        if os.fspath(path).endswith(".onnx"):
+            self.export(path, force=force)
+            return
+        target = check_output(path, force)
+        mine = self._capture.module
+        tensors = {id(t): t for t in (*mine.parameters(), *mine.buffers())}
+        with quiet():
+            module = with_plain_outputs(copy.deepcopy(mine, tensors).eval())  # a copy that shares the weights
+        program = export_again(module, self._capture.args, self._capture.kwargs)
+        for graph in (m.graph for m in program.graph_module.modules() if hasattr(m, "graph")):
+            for node in graph.nodes:
+                node.meta.pop("from_node", None)  # holds ids of this process: the same model shall give the same bytes
+        write_whole(target, poured(lambda stream: torch.export.save(program, stream)), force=force)
+
+
+def capture(
+    module: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Program:
+    """Capture a live module, or an earlier `program.module()`, with example inputs.
+
+    dynamic_shapes as torch.export takes it; None: batch and sequence stay dynamic where a run at a second size agrees.
+    A module that chooses its path by its data is captured on the path of these inputs, which the program asserts: see
+    `Program.fixed_paths`. What was captured is compared with the module on other inputs.
+    Raises LnrewriteError LN023 where the module cannot be exported, LN024 where a parameter is NaN or infinite.
+    """
+    if not isinstance(module, nn.Module):
+        why = f"a {type(module).__name__} was given"
+        raise LnrewriteError("LN011", "capture", why, "give a torch.nn.Module; use lnrewrite.load for files")
+    check_finite(module)
+    return Program(capture_module(module, args, kwargs, dynamic_shapes))
+
+
+def need_onnx(what: str) -> None:
+    """Raise LnrewriteError LN018 where the packages that ONNX takes are not installed."""
+    for name in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(name) is None:
+            remedy = "pip install lnrewrite[cpu] (or lnrewrite[gpu])"
+            raise LnrewriteError("LN018", what, f"ONNX needs the package {name}", remedy)
+
+
+def check_finite(module: nn.Module) -> None:
+    """Raise LnrewriteError LN024 where a floating point parameter holds NaN or infinite values."""
+    for name, parameter in module.named_parameters():
+        if not parameter.is_meta:
+            check_values(name, [parameter])
+
+
+def check_values(name: str, pieces: Iterable[torch.Tensor]) -> None:
+    """Raise LnrewriteError LN024 where floating point values of the parameter `name` are NaN or infinite."""
+    for piece in pieces:
+        if not piece.is_floating_point():
+            return
+        wide = piece.detach() if piece.itemsize > 1 else piece.detach().float()
+        if not torch.isfinite(wide.sum()) and not torch.isfinite(wide).all():  # the sum, which is fast, may overflow
+            raise LnrewriteError("LN024", name, "it holds NaN or infinite values", "repair or re-download the weights")

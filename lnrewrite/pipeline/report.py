@@ -1,0 +1,234 @@
+"""Say what a pipeline did: the JSON of `convert`, `opt` and `export`, and a page for a person to read."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Refusal
+from ..ir.edits import Exactness
+
+WIDTH = 100
+_MEANING = {
+    Exactness.STRUCTURAL: "the same operations",
+    Exactness.ALGEBRAIC: "equal over the real numbers",
+    Exactness.ASYMPTOTIC: "equal as eps goes to 0",
+    Exactness.CALIBRATED: "close on sample data, not equal",
+    Exactness.LEARNED: "needs training to be close",
+}
+_SHOWN = 8  # rows of a long list that str() prints; to_dict() holds all
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Report one pass: `edits` as the backend found them applied, `refused` rows, wall-clock seconds."""
+
+    text: str
+    edits: int
+    refused: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON reports show it."""
+        return {"pass": self.text, "edits": self.edits, "refused": self.refused, "seconds": round(self.seconds, 4)}
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Tell, before an edit, the relative squared error that it should cause at its own site, and why."""
+
+    site: str
+    error: float | None
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON reports show it."""
+        return {"site": self.site, "expected": self.error, "note": self.note}
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Name a site that a pass does not speak of."""
+
+    step: str
+    site: str
+    why: str
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the row as JSON reports show it."""
+        return {"pass": self.step, "site": self.site, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Name the operator that a norm was written as in an exported model, and why that one."""
+
+    site: str
+    form: str
+    why: str
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the row as JSON reports show it."""
+        return {"site": self.site, "form": self.form, "why": self.why}
+
+
+def unknown_norms(refusals: Iterable[object]) -> tuple[str, ...]:
+    """Say what works as a norm in a model and is none that is known, for norms may now stand beside it."""
+    rows = [r for r in refusals if isinstance(r, Refusal) and r.code == "LN205"]
+    if not rows:
+        return ()
+    named = "; ".join([f"{r.site}: {r.why}" for r in rows[:3]] + ["and so on"] * (len(rows) > 3))
+    return (f"{len(rows)} values are normalised by no norm that is known (LN205): no pass looks at these, {named}",)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Hold all that is known of one run of a pipeline; `str()` is for people, `to_dict()` for programs.
+
+    `drift` compares the outputs before and after on sample data (None where the rewrite claims to be exact); `notes`
+    are plain sentences about what the figures rest on; `output` is the path written, if any; `fixed_paths` what
+    a capture fixed that the model chooses by its data (the notes say so). An export adds `norms`,
+    one row for each, and `proof`, the object of `verify --json` for the file against its source.
+    """
+
+    pipeline: str
+    exactness: Exactness
+    steps: tuple[Step, ...]
+    placement_before: str
+    placement_after: str
+    drift: Mapping[str, Any] | None = None
+    refusals: tuple[Refusal, ...] = ()
+    not_applicable: tuple[Skipped, ...] = ()
+    sites: tuple[Expected, ...] = ()
+    notes: tuple[str, ...] = ()
+    output: str | None = None
+    fixed_paths: tuple[str, ...] = ()
+    norms: tuple[Form, ...] | None = None
+    proof: Mapping[str, Any] | None = None
+
+    @property
+    def edits(self) -> int:
+        """Return how many edits were applied in all."""
+        return sum(step.edits for step in self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of `convert --json`."""
+        rows = None if self.norms is None else [row.to_dict() for row in self.norms]
+        exported = {} if rows is None else {"norms": rows, "proof": self.proof}
+        return {
+            "output": self.output,
+            "pipeline": self.pipeline,
+            "exactness": str(self.exactness),
+            "steps": [step.to_dict() for step in self.steps],
+            "placement_before": self.placement_before,
+            "placement_after": self.placement_after,
+            "drift": dict(self.drift) if self.drift is not None else None,
+            "sites": [site.to_dict() for site in self.sites],
+            "refusals": [refusal.to_dict() for refusal in self.refusals],
+            "not_applicable": [row.to_dict() for row in self.not_applicable],
+            "notes": list(self.notes),
+            "fixed_paths": list(self.fixed_paths),
+            **exported,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(_fold(self._lines()))
+
+    def _lines(self) -> Iterator[str]:
+        if self.output:
+            yield f"written    {self.output}"
+        moved = f"{self.placement_before} -> {self.placement_after}"
+        yield f"placement  {moved if self.placement_before != self.placement_after else self.placement_after}"
+        yield f"exactness  {self.exactness}: {_MEANING[self.exactness]}"
+        yield ""
+        if rows := [(s.text, str(s.edits), str(s.refused), f"{s.seconds:.2f}") for s in self.steps]:
+            yield from _table(("pass", "edits", "refused", "seconds"), rows)
+        if self.drift is not None:
+            yield ""
+            yield f"drift      {_drift(self.drift)}"
+        if self.sites:
+            yield ""
+            yield from self._expected()
+        if self.norms is not None:
+            yield from self._forms()
+        for note in self.notes:
+            yield ""
+            yield f"note: {note}"
+        if self.refusals:
+            yield ""
+            yield f"refused: {len(self.refusals)}"
+            yield from _some(f"  {refusal}" for refusal in self.refusals)
+        if self.not_applicable:
+            yield ""
+            yield f"not applicable: {len(self.not_applicable)}"
+            yield from _some(f"  {row.site}: {row.why}" for row in self.not_applicable)
+
+    def _forms(self) -> Iterator[str]:
+        """Yield a line for each form and each reason, with the number of norms; those left decomposed by name."""
+        assert self.norms is not None
+        apart = [row for row in self.norms if row.form == "decomposed"]
+        counts = Counter((row.form, row.why) for row in self.norms if row not in apart)
+        rows = [(f"{count} x {form}", why) for (form, why), count in counts.most_common()]
+        yield from _table(("norms", "note"), rows) if rows else ()
+        if apart:
+            yield f"  {len(apart)} left decomposed"
+            yield from _some(f"    {row.site}: {row.why}" for row in apart)
+        if self.proof is not None:
+            shapes = ", ".join("x".join(map(str, shape)) for shape in self.proof["shapes_tried"])
+            yield ""
+            yield f"proved     largest error {self.proof['max_rel']:.2g} of the largest output, on inputs {shapes}"
+
+    def _expected(self) -> Iterator[str]:
+        worst = sorted(self.sites, key=lambda s: -(s.error if s.error is not None else -1.0))
+        yield "expected before the edit: the relative squared error at each site, the largest first"
+        rows = [(s.site, "exact" if s.error is None else f"{s.error:.2e}", s.note) for s in worst[:_SHOWN]]
+        yield from _table(("site", "error", "note"), rows)
+        if len(worst) > _SHOWN:
+            yield f"  and {len(worst) - _SHOWN} more"
+
+
+def _drift(drift: Mapping[str, Any]) -> str:
+    """Put the figures of a drift into one line; figures that a model's outputs do not give are left out."""
+    words = {"relative_error": "relative error", "cosine": "cosine", "kl": "KL", "top1_agreement": "top-1 agreement"}
+    figures = [f"{words[key]} {drift[key]:.4g}" for key in words if drift.get(key) is not None]
+    held = "held out" if drift.get("held_out") else "the data of the fit"
+    samples = f", {drift['samples']} samples" if "samples" in drift else ""
+    return f"{', '.join(figures)} ({drift.get('data')} data, {held}{samples})"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield an aligned table: the first column to the left, figures to the right, a note to the left."""
+    cells = [list(header), *map(list, rows)]
+    limits = [WIDTH // 2] + [WIDTH] * (len(header) - 1)
+    widths = [min(limit, max(len(row[i]) for row in cells)) for i, limit in enumerate(limits)]
+    for row in cells:
+        aligned = [
+            cell.ljust(width) if i == 0 or header[i] == "note" else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(aligned)).rstrip()
+
+
+def _some(rows: Iterable[str]) -> Iterator[str]:
+    """Yield the first rows of a long list, and how many more there are."""
+    every = list(rows)
+    yield from every[:_SHOWN]
+    if len(every) > _SHOWN:
+        yield f"  and {len(every) - _SHOWN} more"
+
+
+def _fold(lines: Iterable[str]) -> Iterator[str]:
+    """Break lines that are wider than the page, continued with a hanging indent."""
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        yield from textwrap.wrap(
+            line,
+            WIDTH,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+            replace_whitespace=False,
+        ) or [""]

@@ -1,0 +1,94 @@
+"""Tell edits that keep what a model computes from those that do not, by carrying them out and looking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any, Protocol, Self
+
+from ..errors import LnrewriteError, Refusal
+from ..ir.edits import Edit, Proposal
+from ..ir.network import Stream
+
+Edits = Sequence[tuple[Stream, Proposal]]
+REMEDY = "the edit is left out; please report this model, it shows a fault of lnrewrite"
+
+
+class Proof(Enum):
+    """Say what of a pipeline is proved: nothing, what each stretch of exact passes made, or every edit by itself."""
+
+    NONE = 0
+    AT_ENDS = 1
+    OF_EDITS = 2
+
+
+class Unproved(LnrewriteError):
+    """Report that exact passes made something that computes other numbers than what it was made of."""
+
+    exit_code = 4
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__("LN404", what, why, "please report this model; fewer passes, or blocks=..., may do")
+
+
+class Provable(Protocol):
+    """Say what a program needs so that edits of it can be proved."""
+
+    def evidence(self, seed: int) -> Any | None: ...
+    def apply(self, edits: Edits, label: str, *, consume: bool = False) -> tuple[Self, int]: ...
+    def away(self, evidence: Any) -> float: ...
+
+
+class Witness:
+    """Know what a stretch of exact passes is to compute: the program is asked before its first edit, if there is one.
+
+    `each`: prove every edit by itself instead of the whole.
+    """
+
+    def __init__(self, seed: int, each: bool) -> None:
+        self.seed, self.each, self.called, self.evidence = seed, each, False, None
+
+    def call(self, program: Provable) -> None:
+        """Let the program say what it computes, before it is edited."""
+        if not self.called:
+            self.called, self.evidence = True, program.evidence(self.seed)
+
+    def hear(self, program: Provable, what: str) -> None:
+        """Raise Unproved where a program computes something else than the one that was asked."""
+        if self.evidence is not None and not self.each and (error := program.away(self.evidence)):
+            raise Unproved(what, f"the result's outputs are {error:.1e} (relative) from the model's")
+
+
+def sound(
+    program: Provable, wanted: Edits, label: str, evidence: Any
+) -> tuple[list[tuple[Stream, Proposal]], tuple[Refusal, ...]]:
+    """Return the edits that keep what the evidence holds, and a refusal for each that does not.
+
+    Edits that stand by themselves are told apart by halving; those that only hold together fall together.
+    """
+    edits = [(index, edit) for index, (_, proposal) in enumerate(wanted) for edit in proposal.edits]
+
+    def with_(chosen: Sequence[tuple[int, Edit]]) -> list[tuple[Stream, Proposal]]:
+        rows = [(s, replace(p, edits=tuple(e for i, e in chosen if i == index))) for index, (s, p) in enumerate(wanted)]
+        return [(s, p) for s, p in rows if p.edits]
+
+    def why_not(chosen: Sequence[tuple[int, Edit]]) -> str:
+        try:
+            error = program.apply(with_(chosen), label)[0].away(evidence)
+        except Exception as fault:
+            return f"carrying it out fails with {type(fault).__name__}: {fault}"
+        return f"with it the outputs are {error:.1e} (relative) from the model's" if error else ""
+
+    def halved(kept: list[tuple[int, Edit]], more: list[tuple[int, Edit]]) -> list[tuple[int, Edit]]:
+        """Return `kept` and as many of `more` as hold up with it."""
+        if not more or not (why := why_not(kept + more)):
+            return kept + more
+        if len(more) == 1:
+            refusals.append(Refusal("LN404", more[0][1].target, why, REMEDY))
+            return kept
+        middle = len(more) // 2
+        return halved(halved(kept, more[:middle]), more[middle:])
+
+    refusals: list[Refusal] = []
+    return with_(halved([], edits)), tuple(refusals)

@@ -1,0 +1,1 @@
+"""ONNX files in ONNX Runtime as users run them: sessions, and timings."""

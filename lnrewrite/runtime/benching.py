@@ -1,0 +1,190 @@
+"""Time ONNX models against each other in ONNX Runtime, so that the ratio is of the models and not of the machine.
+
+A round makes a new session of every model, in shuffled order, since where a session's memory lies alone moves times by
+15 %; then runs them in turn, in a new order each time. Ratios are taken within a round. Threads spin within a run only:
+ONNX Runtime would let them go on after it, on the cores that the next model needs.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from ..backends.onnx.file import read
+from ..backends.onnx.inputs import dynamic_axes
+from ..backends.onnx.session import OnnxModule
+from ..errors import LnrewriteError
+from ..kernels.library import DOMAIN, register
+from ..loading.identify import Format, identify
+from ..models.onnx_program import OnnxProgram
+from .sessions import PROVIDERS, check_target, does_not_run
+
+WARM = 2
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Hold a model that is timed: the user's name for it, its file, its inputs, the sizes of its free dimensions.
+
+    `ours` says whether it holds operators of lnrewrite, `notes` what was fixed when it was captured.
+    """
+
+    name: str
+    path: Path
+    feed: Mapping[str, np.ndarray]
+    sizes: Mapping[str, int]
+    ours: bool
+    notes: tuple[str, ...]
+
+
+def bench(
+    models: Sequence[str],
+    *,
+    target: str = "cpu",
+    threads: int = 1,
+    inputs: Any = None,
+    rounds: int = 9,
+    runs: int = 11,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Time ONNX files on one input and return the object of `bench --json`: medians in ms, ratios to the first model.
+
+    target: cpu, or cuda (IO binding, a CUDA graph of these inputs' shapes, no fallback to the CPU). threads: of the
+    CPU, for one operator. inputs: as `lnrewrite.load` takes them, for all models alike, in the types that each
+    declares; made up from the first model where None. Each of `rounds` times every model `runs` times.
+    Raises LnrewriteError LN520 where a model is no ONNX file, does not take the first one's inputs, or does not load or
+    run on the target, LN530 where kernels that it needs are not built; LN022 where `inputs` are not the first model's;
+    LN015, LN030, LN031 where a file is broken.
+    """
+    check_target(target)
+    say = progress or (lambda message: None)
+    timed = _opened(models, inputs, seed)
+    order = random.Random(seed)
+    times: list[list[float]] = [[] for _ in timed]
+    medians: list[list[float]] = [[] for _ in timed]
+    for index in range(rounds):
+        say(f"round {index + 1} of {rounds}")
+        ready: dict[int, Run] = {}
+        for each in order.sample(range(len(timed)), len(timed)):
+            ready[each] = _session(timed[each], target, threads)
+        taken = _interleaved(ready, runs, order, clock)
+        for each, found in taken.items():
+            times[each] += found
+            medians[each].append(statistics.median(found))
+    notes = list(dict.fromkeys(note for model in timed for note in model.notes))
+    rows = [_row(model, times[i], medians[i], medians[0]) for i, model in enumerate(models)]
+    return {"target": target, "threads": threads, "rounds": rounds, "runs": runs, "models": rows, "notes": notes}
+
+
+def _path(model: str) -> Path:
+    form = identify(model)
+    if form.format is not Format.ONNX or form.path is None:
+        why, remedy = f"it is {form.format}, and bench times ONNX files", "write it with `lnrewrite export` first"
+        raise LnrewriteError("LN520", f"model {model!r}", why, remedy)
+    return form.path
+
+
+def _opened(models: Sequence[str], inputs: Any, seed: int) -> list[Timed]:
+    """Read the models, with the inputs that all get: those given, or made up from the first."""
+    paths = [_path(model) for model in models]
+    first = OnnxProgram.open(paths[0], models[0], inputs, seed)
+    given = OnnxModule(first.model).feed((), first.example_inputs())
+    timed = []
+    for name, path in zip(models, paths, strict=True):
+        model = read(path, name)
+        module = OnnxModule(model)
+        try:
+            feed = module.feed((), {key: value for key, value in given.items() if key in module.inputs})
+        except LnrewriteError as error:
+            why = f"the inputs of {models[0]} do not fit: {error.why}"
+            raise LnrewriteError("LN520", f"model {name!r}", why, "time models that take the same inputs") from error
+        sizes = {dim: feed[key].shape[i] for key, axes in dynamic_axes(model).items() for i, dim in axes.items()}
+        timed.append(Timed(name, path, feed, sizes, DOMAIN in model.graph.opset_imports, OnnxProgram(model).notes))
+    return timed
+
+
+def _interleaved(
+    ready: Mapping[int, Run], runs: int, order: random.Random, clock: Callable[[], float]
+) -> dict[int, list[float]]:
+    """Run all models in turn, in a new order each time; return the seconds of each run, the first few left out."""
+    taken: dict[int, list[float]] = {each: [] for each in ready}
+    for index in range(WARM + runs):
+        for each in order.sample(list(ready), len(ready)):
+            start = clock()
+            ready[each]()
+            if index >= WARM:
+                taken[each].append(clock() - start)
+    return taken
+
+
+def _session(model: Timed, target: str, threads: int) -> Run:
+    """Return what runs a model once, in a session made for it."""
+    options = _options(model, target, threads)
+    try:
+        if target == "cpu":
+            session = onnxruntime.InferenceSession(model.path, options, providers=[PROVIDERS["cpu"]])
+            run: Run = lambda: session.run(None, model.feed)  # noqa: E731
+        else:
+            run = _on_cuda(model, options)
+        run()
+    except Exception as why:  # ONNX Runtime has no common base class of its errors
+        raise does_not_run(model.name, why) from why
+    return run
+
+
+def _options(model: Timed, target: str, threads: int) -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if model.ours:
+        register(options, model.name, target == "cuda")
+    if target == "cuda":
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        for name, size in model.sizes.items():  # a CUDA graph has one shape; free ones are computed on the CPU
+            options.add_free_dimension_override_by_name(name, size)
+    return options
+
+
+def _on_cuda(model: Timed, options: onnxruntime.SessionOptions) -> Run:
+    """Return what replays a model's CUDA graph on inputs and outputs that stay on the device, and waits for it."""
+    provider = [(PROVIDERS["cuda"], {"enable_cuda_graph": "1"})]
+    session = onnxruntime.InferenceSession(model.path, options, providers=provider, enable_fallback=0)
+    binding = session.io_binding()
+    for name, value in model.feed.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(value, "cuda", 0))
+    for item in session.get_outputs():
+        binding.bind_output(item.name, "cuda")
+    session.run_with_iobinding(binding)
+    for item, value in zip(session.get_outputs(), binding.get_outputs(), strict=True):
+        binding.bind_ortvalue_output(item.name, value)  # a graph replays on the memory that it was captured with
+
+    def run() -> None:
+        session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+
+    return run
+
+
+def _row(model: str, times: Sequence[float], medians: Sequence[float], first: Sequence[float]) -> dict[str, Any]:
+    low, middle, high = _spread([1000 * t for t in times])
+    ratio = _spread([a / b for a, b in zip(medians, first, strict=True)])
+    named = dict(zip(("p10", "median", "p90"), ratio, strict=True))
+    return {"path": model, "median_ms": middle, "p10_ms": low, "p90_ms": high, "ratio_to_first": named}
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the 10th percentile, the median and the 90th percentile."""
+    low, middle, high = np.percentile(np.asarray(values), (10, 50, 90))
+    return float(low), float(middle), float(high)
