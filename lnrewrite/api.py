@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from .backends.torch.capture import Capture, capture_module, from_program
 from .errors import LnrewriteError, told
 from .models.program import Program, capture, check_finite, need_onnx
-from .pipeline.driver import Batch, Pipeline
+from .pipeline.driver import Pipeline
+from .pipeline.protocols import Batch
 from .pipeline.spec import placing
 
 if TYPE_CHECKING:

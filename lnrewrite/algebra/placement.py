@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import Refusal
 from ..ir.edits import Affine, Edit, FoldReader, Gain, Operation, ScaleWriter, SetNorm, Value, Vectors
 from ..ir.network import Block, Kind, Linear, Norm, Side, Site, Stream, Where
-from ..pipeline.driver import Context, Samples
+from ..pipeline.protocols import Context, Samples
 from .fitting import Fit, careful_eps, fit, metric, mix, size, spread, unit, usual
 
 WRITABLE = {Kind.LAYER, Kind.RMS}

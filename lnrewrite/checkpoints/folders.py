@@ -35,7 +35,8 @@ from ..loading.checkpoint import empty_model
 from ..loading.identify import Form, identify
 from ..loading.open import Opened, open_module
 from ..models.program import Program, check_values
-from ..pipeline.driver import Batch, Pipeline
+from ..pipeline.driver import Pipeline
+from ..pipeline.protocols import Batch
 from ..pipeline.report import Report
 from .shards import Stored
 from .stored import Store, StoredEditor

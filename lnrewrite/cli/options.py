@@ -16,7 +16,7 @@ from .console import remark
 if TYPE_CHECKING:
     from ..models.onnx_program import OnnxProgram
     from ..models.program import Program
-    from ..pipeline.driver import Batch
+    from ..pipeline.protocols import Batch
     from ..pipeline.report import Report
 
 SEED = click.IntRange(0, 2**63 - 1)

@@ -20,7 +20,7 @@ from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.widened import Read, Widened
-from ..pipeline.driver import Batch
+from ..pipeline.protocols import Batch
 
 FLOORS = {torch.float64: 1e-11}
 """The relative difference that needs no explanation, by the dtype of the weights."""

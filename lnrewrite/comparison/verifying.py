@@ -18,7 +18,7 @@ from ..backends.torch.fixed import elsewhere, other_path
 from ..backends.torch.widened import Float64, in_float64
 from ..errors import LnrewriteError, UsageError, did_you_mean
 from ..ir.edits import Exactness
-from ..pipeline.driver import Batch
+from ..pipeline.protocols import Batch
 
 TOLERANCE = {
     Exactness.STRUCTURAL: 0.0,

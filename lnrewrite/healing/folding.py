@@ -12,7 +12,7 @@ from ..algebra.placement import reading, writing
 from ..ir.edits import Affine, Edit, FoldReader, Operation, Proposal, SetNorm, Vectors
 from ..ir.network import Block, Norm, Site, Stream, Where, sums
 from ..models.program import Program
-from ..pipeline.driver import gain_of
+from ..pipeline.protocols import gain_of
 from .tapers import Taper, Tapering
 
 

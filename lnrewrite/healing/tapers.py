@@ -29,7 +29,8 @@ from ..ir.edits import Edit, Operation, Proposal, SetNorm, Vectors
 from ..ir.network import Block, Kind, Norm, Site, Stream, Where, sums
 from ..ir.select import select
 from ..models.program import Program
-from ..pipeline.driver import Batch, Pipeline, Samples
+from ..pipeline.driver import Pipeline
+from ..pipeline.protocols import Batch, Samples
 
 VALUES = "values"
 PLACES = frozenset({VALUES, *Where})

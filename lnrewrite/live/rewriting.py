@@ -17,7 +17,8 @@ from ..comparison.verifying import proof
 from ..detect.norms import find_norms
 from ..errors import LnrewriteError, told
 from ..models.program import Program, check_finite
-from ..pipeline.driver import Batch, Pipeline
+from ..pipeline.driver import Pipeline
+from ..pipeline.protocols import Batch
 from ..pipeline.report import Report
 from ..pipeline.spec import placing
 from ..recipe import runtime as rewritten

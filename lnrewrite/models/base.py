@@ -16,7 +16,7 @@ from ..ir import text
 from ..ir.network import Network
 from ..ir.summary import Picture, describe
 from ..pipeline.certifying import certify
-from ..pipeline.driver import Batch, Samples
+from ..pipeline.protocols import Batch, Samples
 from ..pipeline.sounding import Edits
 from . import calibration
 

@@ -16,7 +16,7 @@ from ..backends.torch.module import CapturedModule
 from ..detect.graph import OpGraph
 from ..errors import LnrewriteError, words
 from ..ir.network import Block, Network, Stream, Where
-from ..pipeline.driver import Batch, Samples
+from ..pipeline.protocols import Batch, Samples
 
 BYTES = 1 << 29
 """How much memory the samples of one program may take; fewer tokens are kept of a larger model."""

@@ -37,7 +37,7 @@ from ..files.output import check_output
 from ..ir.edits import Proposal
 from ..ir.network import Network, Stream
 from ..kernels.library import DOMAIN, find
-from ..pipeline.driver import Batch
+from ..pipeline.protocols import Batch
 from .base import Seen
 
 TRIED = 20_000

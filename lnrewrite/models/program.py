@@ -28,7 +28,7 @@ from ..files.landing import poured, write_whole
 from ..files.output import check_output
 from ..ir.edits import Proposal
 from ..ir.network import Stream
-from ..pipeline.driver import Batch
+from ..pipeline.protocols import Batch
 from ..pipeline.report import Report
 from . import calibration
 from .base import Seen

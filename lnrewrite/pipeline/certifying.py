@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import LnrewriteError, Refusal
 from ..ir.edits import Affine, Edit, FoldReader, Number, Operation, Proposal, ScaleWriter, SetNorm, Value, Vectors
 from ..ir.network import Barrier, Block, Kind, Linear, Network, Norm, Side, Site, Stream, Where, site_name, sums
-from .driver import Batch, Samples, gain_of
+from .protocols import Batch, Samples, gain_of
 from .sounding import Edits, Provable, sound
 
 CONTRADICTED = "what a trial run contradicts"

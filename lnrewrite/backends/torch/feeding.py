@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...errors import LnrewriteError
-from ...pipeline.driver import Batch
+from ...pipeline.protocols import Batch
 from .module import CapturedModule, takes
 
 

@@ -1,0 +1,78 @@
+"""Calibration data as a run uses them: read once, three quarters to fit on, the rest to measure with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+from ..errors import LnrewriteError
+from .protocols import Batch, M, Model
+
+LARGE = 0.2
+"""The relative error from which a report advises healing."""
+
+
+@dataclass
+class Feed:
+    """Hold the calibration data, read when first asked for, in two parts: one to fit on, one to measure with."""
+
+    program: Model
+    given: Iterable[Batch] | None
+    seed: int
+    name: str | None
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """Read the data once, and refuse what cannot be inputs."""
+        if self.given is None:
+            return list(self.program.synthetic(self.seed))
+        if isinstance(self.given, Mapping):
+            self._refuse("this is one batch, not an iterable of batches")
+        batches = list(self.given)
+        if not batches:
+            self._refuse("it holds no batch")
+        for batch in batches:
+            if not isinstance(batch, (Mapping, tuple, list)):
+                self._refuse(f"a batch is a {type(batch).__name__}")
+        return batches
+
+    def _refuse(self, why: str) -> NoReturn:
+        what = f"calibration data {self.name}" if self.name else "calibration data"
+        raise LnrewriteError("LN022", what, why, "give a list of dicts of keyword inputs, or of tuples")
+
+    @property
+    def fit(self) -> list[Batch]:
+        """Return the batches to fit on: the first three quarters, or the only one."""
+        return self.batches[: max(1, len(self.batches) * 3 // 4)]
+
+    def drift(self, before: M, after: M) -> dict[str, Any]:
+        """Measure how far the outputs moved, on batches that nothing was fitted on where there are such."""
+        rest = self.batches[len(self.fit) :]
+        name = "synthetic" if self.given is None else self.name or "given"
+        figures = before.drift(after, rest or self.batches, bool(rest))
+        return {"data": name} | figures | {"data": name, "held_out": bool(rest)}
+
+    def notes(self, drift: dict[str, Any] | None) -> tuple[str, ...]:
+        """Say in plain words what the figures of this run rest on."""
+        notes = []
+        if self.given is None and "batches" in vars(self):
+            chosen = ", of which those that take the captured path," if self.program.fixed_paths else ""
+            notes.append(
+                f"no calibration data were given, so gains and drift rest on synthetic inputs{chosen} and may be far "
+                "from what real inputs give; give real ones with --calibrate DATA (calibrate=...)"
+            )
+        if drift and (drift["relative_error"] or 0) > LARGE:
+            notes.append(
+                f"the outputs moved by {drift['relative_error']:.0%}: constants stand where the model has one scalar "
+                "for each token; heal the result by a short training on real data before use"
+            )
+        if drift and drift.get("off_path"):
+            notes.append(
+                f"on {drift['off_path']} more batches the result takes another path than was captured, and fails; "
+                "they are not in the drift"
+            )
+        if drift and not drift["held_out"]:
+            notes.append("there was one batch only, so the drift was measured on the data of the fit; give two or more")
+        return tuple(notes)

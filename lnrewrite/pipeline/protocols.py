@@ -1,0 +1,148 @@
+"""What a pass is, what it sees, and what a run needs of a program: words that the run loop, passes and models share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+from ..ir.edits import Exactness, Proposal
+from ..ir.network import Network, Norm, Stream
+from ..ir.select import select
+
+Batch = Mapping[str, Any] | Sequence[Any]
+"""One call's inputs: a mapping of keyword inputs, or a sequence of positional ones."""
+
+
+class Pass(Protocol):
+    """Propose edits to one stream: a frozen dataclass whose fields are its options; it never mutates anything.
+
+    `name` is the kebab-case word in pipelines. `exactness` is what its edits claim, `needs_data` whether it looks at
+    samples; both are class variables, or properties where they depend on the options. A pass may add `needs_blocks`:
+    true refuses a model in which no block was found, with detection's reasons; without it such a model stays as it is.
+    With `everywhere` it sees the norms on no stream too, as the inner norms of a stream of width 0 (`Network.rest`).
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def exactness(self) -> Exactness: ...
+    @property
+    def needs_data(self) -> bool: ...
+    def propose(self, stream: Stream, context: Context) -> Proposal:
+        """Return whole edits, refusals and sites not spoken of, which together name every site and block."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Samples:
+    """Hold what one block saw and did on the calibration data: numpy arrays [tokens, channels].
+
+    `state` is the trunk value that the block's skip starts from (for post-LN the trunk norm's output), `before` that
+    trunk norm's input where there is one, `read` what the readers see, `written` the branch before its out norm,
+    `branch` what is added, `total` the sum. All blocks of a stream hold the same tokens in the same rows.
+    """
+
+    state: Any
+    before: Any
+    read: Any
+    written: Any
+    branch: Any
+    total: Any
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Context:
+    """Give a pass what lies beyond its stream; everything is a question, nothing can be changed through it.
+
+    `samples()` runs the model on the calibration data, once, and returns block name -> `Samples`; `peaks()` the size of
+    the largest number in each value of the graph, by node. `affine(start, end)` are a and s, per channel, of a piece of
+    graph that computes a x + s. `is_ones(param)` and
+    `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array. `seed` is for a
+    pass that draws random numbers.
+    """
+
+    network: Network
+    samples: Callable[[], Mapping[str, Samples]]
+    is_ones: Callable[[str], bool]
+    is_zeros: Callable[[str], bool]
+    values: Callable[[str], Any]
+    seed: int = 0
+    shape: Callable[[str], tuple[int, ...]] = lambda param: ()
+    affine: Callable[[str, str], tuple[Any, Any]] = lambda start, end: (1.0, 0.0)
+    peaks: Callable[[], Mapping[str, float]] = dict
+
+    def gain(self, norm: Norm) -> Any:
+        """Return what a norm multiplies by: a vector [width], 1 + gamma where it is stored so; a number without one."""
+        return gain_of(norm, self.values)
+
+    def selected(self, expression: str | None) -> frozenset[str]:
+        """Return the names of the blocks that a `blocks=` option selects; None selects all."""
+        return select(self.network, expression)
+
+
+def gain_of(norm: Norm, values: Callable[[str], Any]) -> Any:
+    """Return what a norm multiplies by, given a parameter's `values`: see `Context.gain`."""
+    return norm.factor * (1.0 if norm.gamma is None else values(norm.gamma).reshape(-1) + norm.plus_one)
+
+
+class Model(Protocol):
+    """Say what `Pipeline.run` needs of a program; the program is never changed, `apply` returns another one."""
+
+    @property
+    def network(self) -> Network: ...
+    @property
+    def certified(self) -> Network:
+        """Return the network as it holds on the model: tried, with barriers where it does not."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a user should know about how the model was opened and captured."""
+        ...
+
+    @property
+    def fixed_paths(self) -> tuple[str, ...]:
+        """Return what the capture fixed that the model chooses by its data."""
+        ...
+
+    @property
+    def narrow(self) -> bool:
+        """Say whether weights are stored in fewer than 32 bits, so that edits are rounded."""
+        ...
+
+    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:
+        """Carry the edits out and return the new program with their number; `consume` may use this one up."""
+        ...
+
+    def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
+        """Run the model on the batches and return what each block saw and did."""
+        ...
+
+    def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:
+        """Run the model on the batches and return the size of the largest number in each value of its graph."""
+        ...
+
+    def synthetic(self, seed: int) -> Sequence[Batch]:
+        """Make up inputs that the model accepts."""
+        ...
+
+    def is_ones(self, param: str) -> bool: ...
+    def is_zeros(self, param: str) -> bool: ...
+    def values(self, param: str) -> Any: ...
+    def shape(self, param: str) -> tuple[int, ...]: ...
+    def affine(self, start: str, end: str) -> tuple[Any, Any]: ...
+    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
+        """Compare `other`'s outputs with this model's: the `drift` object of the contract, but for `data`."""
+        ...
+
+    def evidence(self, seed: int) -> Any | None:
+        """Return what this model computes on made-up inputs of two sizes; None where it cannot be run."""
+        ...
+
+    def away(self, evidence: Any) -> float:
+        """Return how far this model's outputs are from another's evidence, relative; 0 where rounding explains it."""
+        ...
+
+
+M = TypeVar("M", bound=Model)
