@@ -40,7 +40,8 @@ def load(
     An ONNX file gives an `OnnxProgram`: the same, except training.
     Raises LnrewriteError with a code that says what the model is and why it was not opened.
     """
-    from .data.inputs import Inputs, infer_inputs, parse_inputs, vocabulary_of
+    from .data.infer import infer_inputs, vocabulary_of
+    from .data.inputs import Inputs, parse_inputs
     from .loading.identify import Format, identify
     from .loading.open import open_module
 

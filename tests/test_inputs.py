@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lnrewrite.data.inputs import Inputs, infer_inputs, parse_inputs, random_tensor, vocabulary_of
+from lnrewrite.data.infer import infer_inputs, vocabulary_of
+from lnrewrite.data.inputs import Inputs, parse_inputs, random_tensor
 from lnrewrite.errors import LnrewriteError
 
 

@@ -22,7 +22,8 @@ from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import CapturedModule, stored
 from ..backends.torch.widened import Read, Widened
 from ..comparison.proving import Evidence, away, evidence
-from ..data.inputs import infer_inputs, parse_inputs, vocabulary_of
+from ..data.infer import infer_inputs, vocabulary_of
+from ..data.inputs import parse_inputs
 from ..errors import LnrewriteError
 from ..files.output import check_folder
 from ..ir.edits import Exactness, Proposal

@@ -19,7 +19,8 @@ from ..errors import LnrewriteError, code_of_others, did_you_mean, told, words
 from ..files.output import named_path
 from ..loading.open import import_object
 from ..loading.transformers import Tokenizer, closed
-from .inputs import random_tensor, read_tensors
+from .files import read_tensors
+from .inputs import random_tensor
 
 Batch = dict[str, Tensor]
 Axes = Mapping[str, Mapping[int, str]]

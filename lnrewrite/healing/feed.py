@@ -26,7 +26,7 @@ from ..data.batches import (
     text_rows,
     window_of,
 )
-from ..data.inputs import read_tensors
+from ..data.files import read_tensors
 from ..errors import LnrewriteError
 from ..models.program import Program
 
