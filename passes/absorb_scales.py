@@ -9,20 +9,29 @@ import numpy as np
 
 from lnrewrite.algebra.basis import Closed, proposal
 from lnrewrite.errors import LnrewriteError, Refusal
-from lnrewrite.ir.edits import (
+from lnrewrite.ir import (
+    Block,
     DropScale,
     Edit,
     Exactness,
     FoldReader,
+    Kind,
+    Linear,
     Number,
     Operation,
     Proposal,
+    Scale,
     ScaleWriter,
     SetNorm,
+    Side,
+    Site,
+    Stream,
     Value,
     Vectors,
+    Where,
+    site_name,
+    sums,
 )
-from lnrewrite.ir.network import Block, Kind, Linear, Scale, Side, Site, Stream, Where, site_name, sums
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

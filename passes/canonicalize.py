@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from lnrewrite.ir.edits import Edit, Exactness, Gain, Proposal, SetNorm
-from lnrewrite.ir.network import Kind, Norm, Stream
+from lnrewrite.ir import Edit, Exactness, Gain, Kind, Norm, Proposal, SetNorm, Stream
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

@@ -9,8 +9,21 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from lnrewrite.errors import LnrewriteError, Refusal
-from lnrewrite.ir.edits import Edit, Exactness, FoldReader, Gain, Proposal, SetNorm, Value, Vectors
-from lnrewrite.ir.network import Kind, Norm, Site, Stream, Where
+from lnrewrite.ir import (
+    Edit,
+    Exactness,
+    FoldReader,
+    Gain,
+    Kind,
+    Norm,
+    Proposal,
+    SetNorm,
+    Site,
+    Stream,
+    Value,
+    Vectors,
+    Where,
+)
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

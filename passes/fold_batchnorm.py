@@ -10,8 +10,22 @@ import numpy as np
 
 from lnrewrite.algebra.basis import proposal
 from lnrewrite.errors import Refusal
-from lnrewrite.ir.edits import Edit, Exactness, FoldReader, Freeze, Operation, Proposal, ScaleWriter, SetNorm, Vectors
-from lnrewrite.ir.network import Block, Kind, Site, Stream, Where
+from lnrewrite.ir import (
+    Block,
+    Edit,
+    Exactness,
+    FoldReader,
+    Freeze,
+    Kind,
+    Operation,
+    Proposal,
+    ScaleWriter,
+    SetNorm,
+    Site,
+    Stream,
+    Vectors,
+    Where,
+)
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

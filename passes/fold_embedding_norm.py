@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lnrewrite.algebra.basis import proposal
 from lnrewrite.errors import Refusal
-from lnrewrite.ir.edits import Edit, Exactness, Normalise, Proposal, SetNorm
-from lnrewrite.ir.network import Kind, Site, Stream, Where
+from lnrewrite.ir import Edit, Exactness, Kind, Normalise, Proposal, SetNorm, Site, Stream, Where
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

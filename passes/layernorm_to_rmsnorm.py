@@ -7,8 +7,23 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lnrewrite.algebra.basis import Basis, Closed, proposal
 from lnrewrite.errors import Refusal
-from lnrewrite.ir.edits import Affine, Centre, Edit, Exactness, Operation, Proposal, ScaleWriter, SetNorm
-from lnrewrite.ir.network import Block, Kind, Linear, Site, Stream, Where, site_name
+from lnrewrite.ir import (
+    Affine,
+    Block,
+    Centre,
+    Edit,
+    Exactness,
+    Kind,
+    Linear,
+    Operation,
+    Proposal,
+    ScaleWriter,
+    SetNorm,
+    Site,
+    Stream,
+    Where,
+    site_name,
+)
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

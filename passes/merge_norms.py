@@ -10,8 +10,7 @@ import numpy as np
 
 from lnrewrite.algebra.basis import Closed, proposal
 from lnrewrite.errors import Refusal
-from lnrewrite.ir.edits import Edit, Exactness, Proposal, SetNorm, Vectors
-from lnrewrite.ir.network import Kind, Norm, Stream
+from lnrewrite.ir import Edit, Exactness, Kind, Norm, Proposal, SetNorm, Stream, Vectors
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

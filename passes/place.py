@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lnrewrite.algebra.placement import WRITABLE, Walk, switches, usual_norm
 from lnrewrite.errors import Refusal
-from lnrewrite.ir.edits import Exactness, Proposal
-from lnrewrite.ir.network import Block, Placement, Side, Stream, Where
+from lnrewrite.ir import Block, Exactness, Placement, Proposal, Side, Stream, Where
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

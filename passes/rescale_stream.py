@@ -11,20 +11,27 @@ import numpy as np
 
 from lnrewrite.algebra.basis import Basis, Closed, proposal
 from lnrewrite.errors import Refusal
-from lnrewrite.ir.edits import (
+from lnrewrite.ir import (
     Affine,
+    Arm,
+    Block,
     Edit,
     Exactness,
     FoldReader,
+    Kind,
+    Linear,
     Number,
     Operation,
     Proposal,
     ScaleWriter,
     SetNorm,
+    Site,
+    Stream,
     Value,
     Vectors,
+    Where,
+    site_name,
 )
-from lnrewrite.ir.network import Arm, Block, Kind, Linear, Site, Stream, Where, site_name
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

@@ -6,8 +6,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lnrewrite.algebra.basis import Basis, Choice, Closed, proposal
-from lnrewrite.ir.edits import Edit, Exactness, FoldReader, Operation, Proposal, Rotation, ScaleWriter
-from lnrewrite.ir.network import Block, Kind, Linear, Side, Site, Stream, Where, site_name
+from lnrewrite.ir import (
+    Block,
+    Edit,
+    Exactness,
+    FoldReader,
+    Kind,
+    Linear,
+    Operation,
+    Proposal,
+    Rotation,
+    ScaleWriter,
+    Side,
+    Site,
+    Stream,
+    Where,
+    site_name,
+)
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from lnrewrite import ir
 from lnrewrite.algebra.basis import proposal
-from lnrewrite.ir import edits as plan
-from lnrewrite.ir.edits import Edit, Exactness, Proposal
-from lnrewrite.ir.network import Linear, Stream
+from lnrewrite.ir import Edit, Exactness, Linear, Proposal, Stream
 
 if TYPE_CHECKING:
     from lnrewrite.pipeline import Context
@@ -62,7 +61,7 @@ class Untie:
             if linear.shared and second and (self.what == "all" or linear.param in tables):
                 shape = "x".join(map(str, context.shape(linear.param)))
                 note = f"a copy of {linear.param}: {shape} numbers more"
-                edits.append(Edit(target, (plan.Untie(linear),), note=note))
+                edits.append(Edit(target, (ir.Untie(linear),), note=note))
         return proposal(stream, edits, "it shares no parameter that is to be copied")
 
 

@@ -12,7 +12,7 @@ import torch
 import lnrewrite as lnr
 import zoo
 from lnrewrite.errors import Refusal
-from lnrewrite.ir.network import Block, Kind, Network, Site, Where
+from lnrewrite.ir import Block, Kind, Network, Site, Where
 from lnrewrite.models.onnx_program import OnnxProgram
 from lnrewrite.pipeline.certifying import CONTRADICTED, certify
 from tiers import rows

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from lnrewrite.ir.edits import (
+from lnrewrite.ir import (
     DropScale,
     Edit,
     Exactness,
@@ -23,8 +23,10 @@ from lnrewrite.ir.edits import (
     Proposal,
     ScaleWriter,
     SetNorm,
+    Stream,
+    Where,
+    site_name,
 )
-from lnrewrite.ir.network import Stream, Where, site_name
 from lnrewrite.ir.text import parse
 from lnrewrite.pipeline import Pipeline, registry
 from lnrewrite.testing.reference import Machine, apply, invent

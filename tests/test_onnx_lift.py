@@ -10,7 +10,7 @@ import pytest
 from lnrewrite.backends.onnx.lift import lift
 from lnrewrite.backends.onnx.ops import meant
 from lnrewrite.detect.blocks import detect
-from lnrewrite.ir.network import Network
+from lnrewrite.ir import Network
 
 WIDTH = 16
 

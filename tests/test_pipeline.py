@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lnrewrite.errors import LnrewriteError, Refusal, Refused, UsageError
-from lnrewrite.ir.edits import Edit, Exactness, Proposal, SetNorm
-from lnrewrite.ir.network import Block, Kind, Network, Norm, Site, Stream, Where
+from lnrewrite.ir import Block, Edit, Exactness, Kind, Network, Norm, Proposal, SetNorm, Site, Stream, Where
 from lnrewrite.pipeline import Batch, Context, Pipeline, Samples, select
 from lnrewrite.pipeline.report import WIDTH
 

@@ -20,8 +20,7 @@ from fuzz.judging import PIPELINES
 from lnrewrite.backends.outputs import apart
 from lnrewrite.backends.surgery import Surgery
 from lnrewrite.backends.torch import ops as aten
-from lnrewrite.ir.edits import Proposal
-from lnrewrite.ir.network import Stream
+from lnrewrite.ir import Proposal, Stream
 from lnrewrite.models.onnx_program import OnnxProgram
 from lnrewrite.pipeline.sounding import sound
 from tiers import rows

@@ -10,8 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lnrewrite.ir.edits import Affine, Edit, FoldReader, Gain, Operation, Proposal, ScaleWriter, SetNorm, Vectors
-from lnrewrite.ir.network import Kind, Linear, Norm, Stream, Where, sums
+from lnrewrite.ir import (
+    Affine,
+    Edit,
+    FoldReader,
+    Gain,
+    Kind,
+    Linear,
+    Norm,
+    Operation,
+    Proposal,
+    ScaleWriter,
+    SetNorm,
+    Stream,
+    Vectors,
+    Where,
+    sums,
+)
 from lnrewrite.ir.text import parse
 from lnrewrite.testing.reference import Floats, Machine, apply, fit, invent, normalize
 from zoo.streams import machines

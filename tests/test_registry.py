@@ -14,8 +14,7 @@ from typing import ClassVar
 import pytest
 
 from lnrewrite.errors import LnrewriteError, UsageError
-from lnrewrite.ir.edits import Exactness, Proposal
-from lnrewrite.ir.network import Stream
+from lnrewrite.ir import Exactness, Proposal, Stream
 from lnrewrite.pipeline import Context, Pipeline, registry
 
 ROOT = Path(__file__).parent.parent

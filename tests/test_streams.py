@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lnrewrite.ir.edits import Exactness
-from lnrewrite.ir.network import Network
+from lnrewrite.ir import Exactness, Network
 from lnrewrite.ir.text import parse, render
 from lnrewrite.pipeline import Pipeline, registry
 from lnrewrite.testing.reference import Machine, apply, invent

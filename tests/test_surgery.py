@@ -23,8 +23,22 @@ from lnrewrite.backends.surgery import Surgery
 from lnrewrite.backends.values import CHUNK, changed
 from lnrewrite.detect.blocks import detect
 from lnrewrite.errors import LnrewriteError
-from lnrewrite.ir.edits import Affine, Edit, FoldReader, Gain, Operation, Proposal, ScaleWriter, SetNorm, Vectors
-from lnrewrite.ir.network import Kind, Norm, Site, Stream, Where
+from lnrewrite.ir import (
+    Affine,
+    Edit,
+    FoldReader,
+    Gain,
+    Kind,
+    Norm,
+    Operation,
+    Proposal,
+    ScaleWriter,
+    SetNorm,
+    Site,
+    Stream,
+    Vectors,
+    Where,
+)
 from zoo import nets
 
 Floats = NDArray[np.float64]

@@ -12,7 +12,7 @@ from lnrewrite import demo
 from lnrewrite.healing.folding import fold
 from lnrewrite.healing.tapers import Tapering
 from lnrewrite.healing.view import View
-from lnrewrite.ir.network import Kind, Placement, Where
+from lnrewrite.ir import Kind, Placement, Where
 from lnrewrite.models.calibration import flat_inputs
 from lnrewrite.models.program import Program
 from lnrewrite.passes.place import WANTED

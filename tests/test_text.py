@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from lnrewrite.errors import Refusal
-from lnrewrite.ir.network import Barrier, Block, Kind, Linear, Network, Norm, Scale, Side, Site, Stream, Where
+from lnrewrite.ir import Barrier, Block, Kind, Linear, Network, Norm, Scale, Side, Site, Stream, Where
 from lnrewrite.ir.text import digest, parse, render, render_stream
 from zoo.streams import networks, streams
 

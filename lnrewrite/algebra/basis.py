@@ -18,8 +18,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import Refusal
-from ..ir.edits import Edit, FoldReader, Operation, Proposal, Rotation, ScaleWriter, SetNorm, Value
-from ..ir.network import Block, Linear, Side, Site, Stream, Where, site_name
+from ..ir import (
+    Block,
+    Edit,
+    FoldReader,
+    Linear,
+    Operation,
+    Proposal,
+    Rotation,
+    ScaleWriter,
+    SetNorm,
+    Side,
+    Site,
+    Stream,
+    Value,
+    Where,
+    site_name,
+)
 
 Weights = FoldReader | ScaleWriter
 

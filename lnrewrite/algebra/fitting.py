@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir.network import Kind
+from ..ir import Kind
 
 Array = NDArray[np.float64]
 

@@ -14,8 +14,25 @@ from typing import Any
 import numpy as np
 
 from ..errors import Refusal
-from ..ir.edits import Affine, Edit, FoldReader, Gain, Operation, ScaleWriter, SetNorm, Value, Vectors
-from ..ir.network import Block, Kind, Linear, Norm, Side, Site, Stream, Where
+from ..ir import (
+    Affine,
+    Block,
+    Edit,
+    FoldReader,
+    Gain,
+    Kind,
+    Linear,
+    Norm,
+    Operation,
+    ScaleWriter,
+    SetNorm,
+    Side,
+    Site,
+    Stream,
+    Value,
+    Vectors,
+    Where,
+)
 from ..pipeline.protocols import Context, Samples
 from .fitting import Fit, careful_eps, fit, metric, mix, size, spread, unit, usual
 

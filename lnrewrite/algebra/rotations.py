@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir.edits import Rotation
+from ..ir import Rotation
 
 Floats = NDArray[np.float64]
 

@@ -12,25 +12,31 @@ from ..detect.arithmetic import evaluate
 from ..detect.graph import OpGraph
 from ..detect.norms import unit
 from ..errors import LnrewriteError
-from ..ir.edits import (
+from ..ir import (
     Affine,
     Array,
+    Block,
     Centre,
     DropScale,
     Edit,
     FoldReader,
     Freeze,
     Gain,
+    Kind,
+    Linear,
+    Norm,
     Normalise,
     Number,
     Proposal,
     Rotation,
     ScaleWriter,
     SetNorm,
+    Site,
+    Stream,
     Untie,
     Value,
+    Where,
 )
-from ..ir.network import Block, Kind, Linear, Norm, Site, Stream, Where
 from .values import Change, Floats, centring, multiplying, rotating
 
 Handle = TypeVar("Handle")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..algebra.rotations import rotate
-from ..ir.edits import Rotation
+from ..ir import Rotation
 
 Floats = NDArray[np.float64]
 Change = Callable[[Floats], Floats]

@@ -26,8 +26,7 @@ from ..data.infer import infer_inputs, vocabulary_of
 from ..data.inputs import parse_inputs
 from ..errors import LnrewriteError
 from ..files.output import check_folder
-from ..ir.edits import Exactness, Proposal
-from ..ir.network import Stream
+from ..ir import Exactness, Proposal, Stream
 from ..live.difference import Recipe
 from ..live.ports import children
 from ..live.rewriting import EXACT, ROUNDED, difference, restructure, rewrite

@@ -17,7 +17,7 @@ from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.fixed import elsewhere, other_path
 from ..backends.torch.widened import Float64, in_float64
 from ..errors import LnrewriteError, UsageError, did_you_mean
-from ..ir.edits import Exactness
+from ..ir import Exactness
 from ..pipeline.protocols import Batch
 
 TOLERANCE = {

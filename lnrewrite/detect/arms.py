@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..ir.network import Arm
+from ..ir import Arm
 from .edges import moved, read, written
 from .graph import CASTS, SHAPE, Op, OpGraph
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from ..ir.network import Barrier, Block, Linear, Scale, Side, Where
+from ..ir import Barrier, Block, Linear, Scale, Side, Where
 from .edges import moved, writers
 from .graph import CASTS, SHAPE, OpGraph
 from .joins import Join, scaled

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from ..ir.network import Anchor, Arm, Barrier, Block, Kind, Linear, Network, Scale, Side, Site, Stream, Where
+from ..ir import Anchor, Arm, Barrier, Block, Kind, Linear, Network, Scale, Side, Site, Stream, Where
 from . import scales as scales_
 from .arms import find_arms
 from .beside import Added, added_to, counted, skip_of, told_apart

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..ir.network import Linear
+from ..ir import Linear
 from .arithmetic import constant
 from .graph import CASTS, SHAPE, Op, Operand, OpGraph
 

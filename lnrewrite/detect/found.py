@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..ir.network import Norm
+from ..ir import Norm
 
 
 @dataclass(frozen=True, slots=True)

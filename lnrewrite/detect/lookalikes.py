@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..errors import Refusal
-from ..ir.network import Stream
+from ..ir import Stream
 from .arithmetic import RUN, Array, Unknown, closure, constants, run
 from .edges import parameter_behind
 from .graph import CASTS, SHAPE, Op, Operand, OpGraph

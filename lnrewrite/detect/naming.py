@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..ir.network import Network, Stream
+from ..ir import Network, Stream
 
 
 def common(names: Iterable[str]) -> str:

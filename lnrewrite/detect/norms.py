@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Refusal
-from ..ir.network import Kind, Norm
+from ..ir import Kind, Norm
 from .arithmetic import Array, Unknown, closure, constants, run
 from .edges import parameter_behind
 from .found import Found

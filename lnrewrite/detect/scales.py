@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from ..ir.network import Scale
+from ..ir import Scale
 from .edges import moved
 from .graph import CASTS, SHAPE, Op, Operand, OpGraph
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ir.network import Kind, Norm
+from ..ir import Kind, Norm
 from .edges import PRODUCTS, parameter, parameter_behind
 from .found import Found
 from .graph import CASTS, Op, OpGraph

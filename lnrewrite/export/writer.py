@@ -25,8 +25,7 @@ from ..detect.norms import find_norms
 from ..errors import LnrewriteError, Refusal, UsageError, unknown
 from ..files.landing import failing, land, room
 from ..files.output import check_output
-from ..ir.edits import Exactness
-from ..ir.network import Kind, Network
+from ..ir import Exactness, Kind, Network
 from ..kernels.library import DOMAIN, find
 from ..pipeline.report import Form, Report
 from .boundaries import fuse_norm_add_norm

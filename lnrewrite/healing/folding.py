@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..algebra.placement import reading, writing
-from ..ir.edits import Affine, Edit, FoldReader, Operation, Proposal, SetNorm, Vectors
-from ..ir.network import Block, Norm, Site, Stream, Where, sums
+from ..ir import Affine, Block, Edit, FoldReader, Norm, Operation, Proposal, SetNorm, Site, Stream, Vectors, Where, sums
 from ..models.program import Program
 from ..pipeline.protocols import gain_of
 from .tapers import Taper, Tapering

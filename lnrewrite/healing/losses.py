@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..comparison.verifying import logits
 from ..errors import LnrewriteError, UsageError, did_you_mean
-from ..ir.network import Kind
+from ..ir import Kind
 from ..models.program import Program
 from .feed import LABELS, Rows, inputs_of
 from .view import Seen

@@ -21,7 +21,7 @@ from ..backends.torch.module import CapturedModule, stored
 from ..comparison.verifying import drift
 from ..errors import LnrewriteError, UsageError
 from ..files.landing import write_text_whole
-from ..ir.network import Where
+from ..ir import Where
 from ..models.program import Program, capture
 from .feed import Feed, Rows, held_out_of, inputs_of, open_feed
 from .folding import fold, unfoldable

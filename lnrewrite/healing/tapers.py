@@ -25,8 +25,7 @@ import numpy as np
 from ..algebra.fitting import careful_eps, spread, usual
 from ..algebra.placement import WRITABLE, switches
 from ..errors import LnrewriteError
-from ..ir.edits import Edit, Operation, Proposal, SetNorm, Vectors
-from ..ir.network import Block, Kind, Norm, Site, Stream, Where, sums
+from ..ir import Block, Edit, Kind, Norm, Operation, Proposal, SetNorm, Site, Stream, Vectors, Where, sums
 from ..ir.select import select
 from ..models.program import Program
 from ..pipeline.driver import Pipeline

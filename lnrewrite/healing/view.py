@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from ..backends.torch.module import CapturedModule, stored, trees
-from ..ir.network import Kind, sums
+from ..ir import Kind, sums
 from ..models.program import Program
 from .tapers import Taper
 

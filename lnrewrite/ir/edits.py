@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ..errors import Refusal
-from .network import Linear, Norm, Scale, Where
+from .parts import Linear, Norm, Scale, Where
 
 
 class Exactness(enum.IntEnum):

@@ -11,7 +11,8 @@ from functools import partial
 from typing import TypeVar
 
 from ..errors import Refusal
-from .network import Arm, Barrier, Block, Kind, Linear, Network, Norm, Scale, Side, Site, Stream, Where
+from .network import Block, Network, Stream
+from .parts import Arm, Barrier, Kind, Linear, Norm, Scale, Side, Site, Where
 from .printer import PLAIN, implied_readers
 
 T = TypeVar("T")

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable
 
 from ..errors import Refusal
-from .network import Arm, Block, Linear, Network, Norm, Scale, Site, Stream, Where
+from .network import Block, Network, Stream
+from .parts import Arm, Linear, Norm, Scale, Site, Where
 
 PLAIN = r"[A-Za-z0-9_./:$~-]+"
 """A name that is written without quotes."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from .network import Block, Kind, Placement, Stream, Where
+from .network import Block, Stream
+from .parts import Kind, Placement, Where
 
 PRE, POST, PERI, OUTPUT = Placement.PRE, Placement.POST, Placement.PERI, Placement.OUTPUT
 

@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from ..errors import Refusal
-from .network import Block, Network, Norm, Site, Stream
+from .network import Block, Network, Stream
+from .parts import Norm, Site
 from .schemes import scheme
 
 

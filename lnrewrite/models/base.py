@@ -12,8 +12,7 @@ from ..detect.arithmetic import Unknown, affine, evaluate
 from ..detect.blocks import detect
 from ..detect.graph import OpGraph
 from ..errors import LnrewriteError
-from ..ir import text
-from ..ir.network import Network
+from ..ir import Network, text
 from ..ir.summary import Picture, describe
 from ..pipeline.certifying import certify
 from ..pipeline.protocols import Batch, Samples

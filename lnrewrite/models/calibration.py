@@ -15,7 +15,7 @@ from ..backends.torch.fixed import elsewhere, other_path
 from ..backends.torch.module import CapturedModule
 from ..detect.graph import OpGraph
 from ..errors import LnrewriteError, words
-from ..ir.network import Block, Network, Stream, Where
+from ..ir import Block, Network, Stream, Where
 from ..pipeline.protocols import Batch, Samples
 
 BYTES = 1 << 29

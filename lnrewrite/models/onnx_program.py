@@ -34,8 +34,7 @@ from ..errors import LnrewriteError
 from ..export.lowering import lower, split
 from ..export.targets import TARGETS
 from ..files.output import check_output
-from ..ir.edits import Proposal
-from ..ir.network import Network, Stream
+from ..ir import Network, Proposal, Stream
 from ..kernels.library import DOMAIN, find
 from ..pipeline.protocols import Batch
 from .base import Seen

@@ -26,8 +26,7 @@ from ..detect.norms import find_norms
 from ..errors import LnrewriteError
 from ..files.landing import poured, write_whole
 from ..files.output import check_output
-from ..ir.edits import Proposal
-from ..ir.network import Stream
+from ..ir import Proposal, Stream
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Report
 from . import calibration

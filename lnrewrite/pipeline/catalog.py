@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from typing import Any
 
-from ..ir.edits import Exactness
+from ..ir import Exactness
 from . import registry
 
 

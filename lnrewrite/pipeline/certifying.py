@@ -14,8 +14,30 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import LnrewriteError, Refusal
-from ..ir.edits import Affine, Edit, FoldReader, Number, Operation, Proposal, ScaleWriter, SetNorm, Value, Vectors
-from ..ir.network import Barrier, Block, Kind, Linear, Network, Norm, Side, Site, Stream, Where, site_name, sums
+from ..ir import (
+    Affine,
+    Barrier,
+    Block,
+    Edit,
+    FoldReader,
+    Kind,
+    Linear,
+    Network,
+    Norm,
+    Number,
+    Operation,
+    Proposal,
+    ScaleWriter,
+    SetNorm,
+    Side,
+    Site,
+    Stream,
+    Value,
+    Vectors,
+    Where,
+    site_name,
+    sums,
+)
 from .protocols import Batch, Samples, gain_of
 from .sounding import Edits, Provable, sound
 

@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Generic
 
 from .. import errors
 from ..errors import LnrewriteError, Refusal
-from ..ir.edits import Exactness
-from ..ir.network import Network
+from ..ir import Exactness, Network
 from .feed import Feed
 from .presets import PRESETS
 from .protocols import Batch, M, Pass

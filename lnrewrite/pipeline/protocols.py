@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
-from ..ir.edits import Exactness, Proposal
-from ..ir.network import Network, Norm, Stream
+from ..ir import Exactness, Network, Norm, Proposal, Stream
 from ..ir.select import select
 
 Batch = Mapping[str, Any] | Sequence[Any]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Refusal
-from ..ir.edits import Exactness
+from ..ir import Exactness
 
 WIDTH = 100
 _MEANING = {

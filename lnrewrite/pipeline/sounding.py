@@ -8,8 +8,7 @@ from enum import Enum
 from typing import Any, Protocol, Self
 
 from ..errors import LnrewriteError, Refusal
-from ..ir.edits import Edit, Proposal
-from ..ir.network import Stream
+from ..ir import Edit, Proposal, Stream
 
 Edits = Sequence[tuple[Stream, Proposal]]
 REMEDY = "the edit is left out; please report this model, it shows a fault of lnrewrite"

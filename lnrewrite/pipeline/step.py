@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import LnrewriteError, Refusal, Refused
-from ..ir.edits import Exactness, Proposal
-from ..ir.network import Network, Stream, site_name
+from ..ir import Exactness, Network, Proposal, Stream, site_name
 from .feed import Feed
 from .protocols import Batch, Context, M, Pass
 from .report import Expected, Skipped, Step

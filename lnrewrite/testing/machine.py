@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir.network import Block, Kind, Linear, Norm, Side, Site, Stream, Where, site_name, sums
+from ..ir import Block, Kind, Linear, Norm, Side, Site, Stream, Where, site_name, sums
 
 Floats = NDArray[np.float64]
 

@@ -11,13 +11,16 @@ from typing import Any, assert_never, cast
 
 import numpy as np
 
-from ..ir.edits import (
+from ..ir import (
     Affine,
+    Block,
     Centre,
     DropScale,
     FoldReader,
     Freeze,
     Gain,
+    Linear,
+    Norm,
     Normalise,
     Number,
     Operation,
@@ -25,10 +28,13 @@ from ..ir.edits import (
     Rotation,
     ScaleWriter,
     SetNorm,
+    Site,
+    Stream,
     Untie,
     Value,
+    Where,
+    sums,
 )
-from ..ir.network import Block, Linear, Norm, Site, Stream, Where, sums
 from .machine import Floats, Inserted, Machine, fit, invent, matrix, normalize, trunk_norms
 
 __all__ = ["Floats", "Machine", "apply", "fit", "invent", "normalize", "orthogonal"]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import lnrewrite as lnr
 import lnrewrite.demo
 from lnrewrite.comparison.verifying import Float64
-from lnrewrite.ir.network import Network
+from lnrewrite.ir import Network
 from lnrewrite.models.program import Program
 
 from .nets import DECOYS, NETS, REFUSED, Case, spell_out

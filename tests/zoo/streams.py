@@ -10,21 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from lnrewrite.errors import Refusal
-from lnrewrite.ir.network import (
-    Arm,
-    Barrier,
-    Block,
-    Kind,
-    Linear,
-    Network,
-    Norm,
-    Placement,
-    Scale,
-    Side,
-    Site,
-    Stream,
-    Where,
-)
+from lnrewrite.ir import Arm, Barrier, Block, Kind, Linear, Network, Norm, Placement, Scale, Side, Site, Stream, Where
 from lnrewrite.pipeline import Context
 from lnrewrite.testing.reference import Machine, invent
 

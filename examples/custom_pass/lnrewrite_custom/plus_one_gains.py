@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lnrewrite.errors import Refusal
-from lnrewrite.ir.edits import Edit, Exactness, Gain, Proposal, SetNorm
-from lnrewrite.ir.network import Site, Stream, Where, site_name
+from lnrewrite.ir import Edit, Exactness, Gain, Proposal, SetNorm, Site, Stream, Where, site_name
 from lnrewrite.pipeline import Context
 
 

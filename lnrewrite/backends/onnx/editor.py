@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ...detect.graph import OpGraph
-from ...ir.network import Kind, Norm
+from ...ir import Kind, Norm
 from ..surgery import Edge
 from ..values import Change, Floats, changed, pieces
 from .norms import OPERATORS, attributes, constant, ones

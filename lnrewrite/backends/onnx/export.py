@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...detect.found import Found
 from ...errors import LnrewriteError
-from ...ir.network import Kind, Norm
+from ...ir import Kind, Norm
 from ..torch.capture import export_again, quiet
 from ..torch.fixed import ASSERT
 from ..torch.lift import lift, parameter_names

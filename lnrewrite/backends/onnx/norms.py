@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from ...ir.network import Kind
+from ...ir import Kind
 
 OPERATORS = {Kind.LAYER: "LayerNormalization", Kind.RMS: "SimplifiedLayerNormalization"}
 SITE = "lnrewrite.site"

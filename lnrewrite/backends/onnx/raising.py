@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ...detect.found import Found
 from ...detect.graph import OpGraph
-from ...ir.network import Kind
+from ...ir import Kind
 from .norms import OPERATORS, SITE, attributes, constant, ones
 
 STANDARD = {

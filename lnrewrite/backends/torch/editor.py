@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ...errors import LnrewriteError
-from ...ir.network import Kind, Norm
+from ...ir import Kind, Norm
 from ..surgery import Edge
 from ..values import CHUNK, Change, Floats
 from .module import CapturedModule, register, stored
