@@ -73,7 +73,7 @@ class FoldBatchnorm:
 
     def propose(self, stream: Stream, context: Context) -> Proposal:
         """Propose one edit for each batch norm."""
-        edits, refusals, vectors = list[Edit](), list[Refusal](), Vectors()
+        edits, refusals, vectors, folded = list[Edit](), list[Refusal](), Vectors(), set[Site]()
         for name, block, site in stream.located():
             if site.norm.kind not in {Kind.BATCH, Kind.POWER}:
                 continue
@@ -86,7 +86,9 @@ class FoldBatchnorm:
                 refusals.append(Refusal(ways[0].code, name, ways[0].why, ways[0].remedy))
             else:
                 gone = SetNorm(site.where, None, index=block.index(site) if block else 0)
-                edits.append(Edit(block.name if block else name, (*ways[0], gone)))
+                operations = () if site in folded else ways[0]  # parallel blocks may hold one norm
+                edits.append(Edit(block.name if block else name, (*operations, gone)))
+                folded.add(site)
         if not stream.width and context.network.computed:
             weights = tuple(Freeze(node) for node in context.network.computed)
             edits.append(Edit(stream.blocks[0].name, weights, note=f"{len(weights)} computed weights stored"))

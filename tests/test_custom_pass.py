@@ -36,9 +36,10 @@ stream toy width=8
 PROGRAM = f"""
 import sys
 import numpy as np
-from lnrewrite import Pipeline, ref, registry, text
-from lnrewrite.pipeline import Context
-from lnrewrite.stream import Where
+from lnrewrite import Pipeline
+from lnrewrite.ir import Where, text
+from lnrewrite.pipeline import Context, registry
+from lnrewrite.testing import reference
 
 assert "plus-one-gains" in registry.available(), sorted(registry.available())
 assert "lnrewrite_custom" not in sys.modules
@@ -53,8 +54,8 @@ def check(pipeline, edited, refused, skipped):
     assert [e.target for e in proposal.edits] == edited, proposal.edits
     assert [(r.code, r.site) for r in proposal.refusals] == refused, proposal.refusals
     assert [site for site, _ in proposal.not_applicable] == skipped, proposal.not_applicable
-    before = ref.invent(stream, seed=1)
-    after = ref.apply(before, proposal)
+    before = reference.invent(stream, seed=1)
+    after = reference.apply(before, proposal)
     for name, value in before.run().items():
         np.testing.assert_allclose(after.run()[name], value, rtol=1e-9, atol=1e-12)
     return after.stream

@@ -12,6 +12,7 @@ import torch
 import lnrewrite as lnr
 import zoo
 from lnrewrite.errors import Refusal
+from lnrewrite.ir import Exactness
 from lnrewrite.models.program import Program
 from lnrewrite.pipeline import PRESETS, Pipeline
 from tiers import rows
@@ -60,7 +61,7 @@ def test_nothing_made_of_it_is_wrong(name: str, text: str) -> None:
         want = zoo.floats(program.module()(*inputs))
         result = Pipeline.parse(TEXTS[text]).run(program, partial=True)
         got = zoo.floats(result.program.module()(*inputs))
-    exact = result.report.exactness < lnr.plan.Exactness.CALIBRATED
+    exact = result.report.exactness < Exactness.CALIBRATED
     for a, b in zip(want, got, strict=True):
         assert torch.isfinite(b).all()
         assert not exact or (a - b).abs().max() <= RIGHT * a.abs().max()

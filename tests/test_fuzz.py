@@ -35,6 +35,7 @@ FOUND = (
     (465, {"layout": "channels first", "depth": "3", "all.placement": "post", "all.join": "stack",
            "block2.extra": "source"}),
     (430, {"block0.branch.kind": "attention", "block0.branch.query norm": "yes", "block0.branch.norm.kind": "batch"}),
+    (1223, {"all.norm.kind": "batch", "block0.parallel": "one norm", "block0.second.kind": "attention"}),
 )  # fmt: skip
 """Nets that showed a fault, by what is not plain in them: wrong edits, or pictures that do not hold."""
 

@@ -28,14 +28,14 @@ TEXT = """<ir_version: 9, opset_import: ["" : 18]> g (float[n,4] x) => (float[n,
 DYING = f"""
 import os, signal, sys
 sys.path.insert(0, {os.path.dirname(onnx_server.__file__)!r})
-import onnx_server
-opened = onnx_server.opened
+import server
+opened = server.opened
 def at_first(model, level, library):
     if level in {{levels}}:
         os.kill(os.getpid(), signal.SIGSEGV)
     return opened(model, level, library)
-onnx_server.opened = at_first
-onnx_server.main()
+server.opened = at_first
+server.main()
 """
 
 
@@ -150,8 +150,8 @@ def test_threads_take_turns(module: OnnxModule) -> None:
 CALL = """
 import os, sys, time
 import onnx_ir as ir, numpy as np
-from lnrewrite.backends import onnx_remote
-from lnrewrite.backends.onnx_run import OnnxModule
+from lnrewrite.backends.onnx import remote as onnx_remote
+from lnrewrite.backends.onnx.session import OnnxModule
 module = OnnxModule(ir.from_onnx_text(sys.argv[1]))
 module(x=np.zeros((2, 4), np.float32))
 print(onnx_remote._running[os.getpid()]._process.pid, flush=True)

@@ -66,7 +66,7 @@ def test_the_installed_wheel_works_from_elsewhere(wheel: Path, tmp_path: Path) -
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     code = (
-        "import lnrewrite, sys; from lnrewrite import registry;"
+        "import lnrewrite, sys; from lnrewrite.pipeline import registry;"
         f"assert lnrewrite.__file__.startswith({str(tmp_path)!r}), lnrewrite.__file__;"
         "print(*(registry.find(n).__module__ for n in registry.available()), lnrewrite.Pipeline.preset('exact'))"
     )

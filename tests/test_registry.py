@@ -158,7 +158,7 @@ def test_shipped_passes_load_under_their_names(name: str) -> None:
 
 def test_listing_imports_no_pass() -> None:
     code = (
-        "import sys; from lnrewrite import registry; names = list(registry.available());"
+        "import sys; from lnrewrite.pipeline import registry; names = list(registry.available());"
         "print(len(names), sorted(m for m in sys.modules if m.startswith('lnrewrite.passes')))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

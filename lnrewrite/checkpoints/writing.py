@@ -59,7 +59,8 @@ class Source:
             name = next((n for n in (key, prefix + key, key.removeprefix(prefix)) if n in first), None)
             if name is not None:
                 keys.setdefault(first[name], key)
-        whole = {first[n] for n, _ in module.named_parameters()} <= keys.keys()
+        held = {name: files[key].shape for name, key in keys.items()}
+        whole = all(held.get(first[n]) == tuple(p.shape) for n, p in module.named_parameters())
         return cls(files, keys) if whole else None
 
     def key(self, name: str) -> str:

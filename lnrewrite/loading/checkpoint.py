@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LnrewriteError, one_line, told, words
+from ..errors import LnrewriteError, told
 from .identify import Form, damaged, listed, not_a_model
 from .transformers import library
 from .weighing import weighed
@@ -111,6 +111,7 @@ def _load(
     """Load the weights; a network whose pooler the checkpoint lacks is built without one. Raises LN015, LN016."""
     options: dict[str, Any] = {"config": config, "local_files_only": True, "output_loading_info": True}
     options |= {"weights_only": not (trust_pickle and form.unsafe), "trust_remote_code": remote}
+    options["ignore_mismatched_sizes"] = True  # they are told of in `info`, and raised for here
     notes: list[str] = []
     assert form.path is not None, form
     try:
@@ -122,9 +123,9 @@ def _load(
     except LnrewriteError:
         raise
     except Exception as error:  # safetensors, pickle, shape and file errors of three libraries
-        if "size mismatch" in words(error) or "mismatched" in words(error):
-            raise _misfit(form, one_line(words(error))) from error
         raise damaged(form.name, f"transformers could not load it: {told(error)}") from error
+    for key, there, wanted in sorted(info["mismatched_keys"]):
+        raise _misfit(form, f"{key} is {list(there)} in the checkpoint, and {list(wanted)} by its config")
     if missing := sorted(info["missing_keys"]):
         raise _misfit(form, f"{len(missing)} weights are missing from the checkpoint: {listed(missing)}")
     if unexpected := sorted(info["unexpected_keys"]):

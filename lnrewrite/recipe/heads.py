@@ -1,6 +1,6 @@
 """A rewritten network under any head: mixed into the classes of transformers that a folder's modeling file names.
 
-This file goes into it, behind `rewritten.py`. A recipe there serves every head: its paths
+This file goes into it, behind `runtime.py`. A recipe there serves every head: its paths
 start at the base network, and with a dot at the model around it.
 """
 

@@ -1,7 +1,7 @@
 """The reference machine: run a stream's picture in fp64 with toy branches, and carry edits out on it.
 
 It is the independent oracle of every graph backend, so it knows nothing of graphs: what it does follows from the
-docstrings of `stream.py` and `plan.py` alone. A stream starts from its sources (tables [tokens, width], summed) and
+docstrings of `ir/` (network, parts, edits) alone. A stream starts from its sources (tables [tokens, width], summed) and
 
     u  = in norms of x, in order          h  = tanh(readers(u)), mixed over earlier tokens by attention
     f  = out norms of writers(inner(h))   x' = post norms of scale * x + what is added + the f of the blocks of one sum

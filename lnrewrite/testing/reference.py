@@ -1,4 +1,4 @@
-"""Carry edits out on the reference machine: one small rule for each operation, from its docstring in `plan.py` alone.
+"""Carry edits out on the reference machine: one small rule for each operation, from its docstring in ir/ alone.
 
 Values become dense arrays here, whatever the backends do instead: a rotation is a matrix of the size of its channels.
 """

@@ -84,6 +84,8 @@ def config_cases() -> Iterator[Case]:
         yield folder(f"config {name}", lambda files, place, c=content: files.update({"config.json": c}))  # type: ignore[misc]
         for file in ("generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"):
             yield folder(f"{file} {name}", lambda files, place, c=content, f=file: files.update({f: c}), (0, 1))  # type: ignore[misc]
+    for args in (("inspect", "f"), ("opt", "f", "--preset", "exact", "-o", "o")):
+        yield folder(f"{args[0]} of widths that are not the weights'", config(hidden_size=32), args=args)
     yield folder("good", lambda files, place: None, (0,))
 
 
