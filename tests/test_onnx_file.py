@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import lnrewrite as lnr
 from lnrewrite.backends.onnx import file as onnx_file
+from lnrewrite.export import writer
 from mutants import protobuf_mutant
 from tiers import rows
 
@@ -309,6 +310,39 @@ def test_what_is_written_comes_back(limit: int, tmp_path: Path, monkeypatch: pyt
     assert lnr.verify(program, again)["verdict"] == "within"
     assert (tmp_path / "m.onnx.data").exists() == (limit == 100)
     assert [v.name for v in again.model.graph.inputs] == ["x"]
+
+
+def test_weights_beside_a_model_are_never_another_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old or new, whole: also where a run ends between the two files."""
+    monkeypatch.setattr(onnx_file, "ONE_FILE", 100)
+    programs = []
+    for seed in (0, 1):
+        weights = np.random.default_rng(seed).normal(size=(WIDTH, 64)).astype("float32")
+        nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+        x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", WIDTH), ("y", 64)))
+        graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(weights, "w")])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+        onnx.save(model, tmp_path / f"source{seed}.onnx")
+        programs.append(lnr.load(str(tmp_path / f"source{seed}.onnx")))
+    real, ends = writer.land, list[bool]()
+
+    def land(made: Path, target: Path, *, force: bool) -> None:
+        if ends and target.suffix == ".onnx":
+            raise OSError("the power fails")
+        real(made, target, force=force)
+
+    monkeypatch.setattr(writer, "land", land)
+    out = tmp_path / "m.onnx"
+    names = {"m.onnx", "m.onnx.data"}, {"m.onnx", "m.onnx.1.data"}
+    for times, (saved, other) in enumerate((programs, programs[::-1]) * 2):
+        saved.save(out)
+        assert {p.name for p in tmp_path.glob("m.*")} == names[times % 2]
+        assert lnr.verify(saved, lnr.load(str(out)))["verdict"] == "equal"
+        ends.append(True)
+        with pytest.raises(lnr.LnrewriteError, match="LN025"):
+            other.save(out)
+        ends.clear()
+        assert lnr.verify(saved, lnr.load(str(out)))["verdict"] == "equal"
 
 
 def test_old_and_unordered_models_are_read(tmp_path: Path) -> None:

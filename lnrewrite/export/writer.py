@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .._version import __version__
-from ..backends.onnx.file import read, stamp, write
+from ..backends.onnx.file import data_names, read, stamp, write
 from ..backends.onnx.lift import lift
 from ..backends.onnx.raising import STANDARD, raise_norms
 from ..backends.onnx.session import runnable
@@ -162,18 +162,25 @@ def put(
 ) -> dict[str, Any] | None:
     """Write a model, prove what was written against `program` (None: do not), and move it into place.
 
+    Weights in a file of their own land first, under a name that the old ones do not have; those go last: whatever
+    interrupts, what stands at `output` has its own weights beside it.
     Raises LnrewriteError LN403 where the file does not load or gives other numbers: then nothing is kept.
     """
     found = None
+    names = [output.with_name(name) for name in data_names(output)]
+    data = names[force and names[0].exists() and output.is_file() and names[0].name.encode() in output.read_bytes()]
     with failing(output), room(output.absolute().parent) as folder:
         say(f"writing {output}")
-        files = write(model, folder / output.name)
+        files = write(model, folder / output.name, data.name)
         if program is not None:
             say("proving the file")
             found = proved(program, files[0], output, bound)
         for file in reversed(files):
             with failing(place := output.with_name(file.name)):
                 land(file, place, force=force)
+        for old in names if force else ():
+            if old.name not in [file.name for file in files]:
+                old.unlink(missing_ok=True)
     return found
 
 

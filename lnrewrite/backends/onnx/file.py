@@ -65,18 +65,23 @@ def stamp(model: ir.Model, **provenance: str) -> None:
     model.metadata_props.update({f"lnrewrite.{key}": value for key, value in provenance.items()})
 
 
-def write(model: ir.Model, target: Path) -> list[Path]:
+def write(model: ir.Model, target: Path, data: str | None = None) -> list[Path]:
     """Write a model, weights tensor by tensor; return its files, the model first.
 
-    Up to `ONE_FILE` bytes of weights are written into the model, more beside it as `<name>.data`. The caller moves the
-    files into place: an interrupted call leaves some of them.
+    Up to `ONE_FILE` bytes of weights are written into the model, more beside it as `data` (default: `<name>.data`). The
+    caller moves the files into place: an interrupted call leaves some of them.
     """
     if bytes_of(model) <= ONE_FILE:
         ir.save(whole(model), target)
         return [target]
-    data = target.with_name(f"{target.name}.data")
-    ir.save(model, target, external_data=data.name, size_threshold_bytes=1024)
-    return [target, data]
+    beside = target.with_name(data or data_names(target)[0])
+    ir.save(model, target, external_data=beside.name, size_threshold_bytes=1024)
+    return [target, beside]
+
+
+def data_names(target: Path) -> tuple[str, str]:
+    """Return the two names that the weights beside a model may have: the new ones take that which the old do not."""
+    return f"{target.name}.data", f"{target.name}.1.data"
 
 
 def bytes_of(model: ir.Model) -> int:

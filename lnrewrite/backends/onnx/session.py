@@ -58,8 +58,8 @@ class OnnxModule(torch.nn.Module):
         except Died as how:
             raise _dead(how) from how
         if len(found) != len(wanted):
-            why = f"{len(wanted)} outputs are declared, of which ONNX Runtime sees {len(found)}"
-            raise LnrewriteError("LN030", "the model", why, "give each output a name of its own")
+            seen = f"{len(wanted)} outputs are declared, of which ONNX Runtime sees {len(found)}"
+            raise LnrewriteError("LN030", "the model", seen, "give each output a name of its own")
         return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found.values(), strict=True)}
 
     @property
