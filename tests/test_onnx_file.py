@@ -334,6 +334,11 @@ def test_weights_beside_a_model_are_never_another_ones(tmp_path: Path, monkeypat
     monkeypatch.setattr(writer, "land", land)
     out = tmp_path / "m.onnx"
     names = {"m.onnx", "m.onnx.data"}, {"m.onnx", "m.onnx.1.data"}
+    monkeypatch.setattr(onnx_file, "ONE_FILE", 1 << 20)
+    (tmp_path / "other.onnx.data").write_bytes(b"mine")
+    programs[0].save(tmp_path / "other.onnx", force=True)  # in one file: what lies there is not its own
+    assert (tmp_path / "other.onnx.data").read_bytes() == b"mine"
+    monkeypatch.setattr(onnx_file, "ONE_FILE", 100)
     for times, (saved, other) in enumerate((programs, programs[::-1]) * 2):
         saved.save(out)
         assert {p.name for p in tmp_path.glob("m.*")} == names[times % 2]

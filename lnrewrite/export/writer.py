@@ -168,7 +168,9 @@ def put(
     """
     found = None
     names = [output.with_name(name) for name in data_names(output)]
-    data = names[force and names[0].exists() and output.is_file() and names[0].name.encode() in output.read_bytes()]
+    held = output.read_bytes() if force and output.is_file() and any(name.exists() for name in names) else b""
+    old = [name for name in names if name.name.encode() in held]
+    data = names[1] if names[0] in old else names[0]
     with failing(output), room(output.absolute().parent) as folder:
         say(f"writing {output}")
         files = write(model, folder / output.name, data.name)
@@ -178,9 +180,9 @@ def put(
         for file in reversed(files):
             with failing(place := output.with_name(file.name)):
                 land(file, place, force=force)
-        for old in names if force else ():
-            if old.name not in [file.name for file in files]:
-                old.unlink(missing_ok=True)
+        for name in old:
+            if name.name not in [file.name for file in files]:
+                name.unlink(missing_ok=True)
     return found
 
 
