@@ -24,7 +24,7 @@ def install(root: str, repository: str, fd: int) -> None:
     stdin = os.path.join(root, "stdin")  # a command line may name /dev/stdin
     readable = tuple(os.path.realpath(p) for p in (*inside, stdin, *python, *SYSTEM, *filter(None, sys.path)))
     writable = (*map(os.path.realpath, inside), "/dev/null", "/dev/tty", "/dev/shm", "/proc")
-    server = [sys.executable, "-P", os.path.join(repository, "lnrewrite", "backends", "onnx_server.py")]
+    server = [sys.executable, "-P", os.path.join(repository, "lnrewrite", "backends", "onnx", "server.py")]
     marker, here = os.path.join(root, "MARKER"), os.path.realpath(inside[0])
 
     def tell(kind: str, what: Any) -> None:
