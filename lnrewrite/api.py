@@ -14,7 +14,11 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from .backends.torch.capture import Capture, capture_module, from_program
+from .data.infer import infer_inputs, vocabulary_of
+from .data.inputs import Inputs, parse_inputs
 from .errors import LnrewriteError, told
+from .loading.identify import Format, damaged, identify
+from .loading.open import open_module
 from .models.program import Program, capture, check_finite, need_onnx
 from .pipeline.driver import Pipeline
 from .pipeline.protocols import Batch
@@ -40,11 +44,6 @@ def load(
     An ONNX file gives an `OnnxProgram`: the same, except training.
     Raises LnrewriteError with a code that says what the model is and why it was not opened.
     """
-    from .data.infer import infer_inputs, vocabulary_of
-    from .data.inputs import Inputs, parse_inputs
-    from .loading.identify import Format, identify
-    from .loading.open import open_module
-
     if (form := identify(model)).format is Format.ONNX:
         need_onnx(f"model {model!r}")
         from .models.onnx_program import OnnxProgram
@@ -85,8 +84,6 @@ def load(
 
 def _taken_over(model: str, program: torch.export.ExportedProgram) -> Capture:
     """Take over the program of a file. Raises LnrewriteError LN015 where it does not hold together."""
-    from .loading.identify import damaged
-
     try:
         return from_program(program)
     except LnrewriteError:

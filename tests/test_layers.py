@@ -21,7 +21,10 @@ def sources(folder: str) -> list[Path]:
     return [p for p in sorted((ROOT / folder).rglob("*.py")) if "passes" not in p.relative_to(ROOT / folder).parts]
 
 
-PACKAGE = sources("lnrewrite")
+PACKAGE, PASSES = sources("lnrewrite"), sources("passes")
+STANDARD = {"ir", "errors", "quiet", "algebra.basis", "pipeline.report", "files.landing", "loading.foreign"}
+ARRAYS = {"pipeline", "detect", "testing", "algebra"}
+FOR_PASSES = {"ir", "pipeline", "algebra", "errors"}
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
@@ -52,6 +55,11 @@ def is_module(name: str) -> bool:
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
+def outside(path: Path) -> set[str]:
+    """Return the top-level packages that a file imports beyond the standard library and ourselves."""
+    return {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"lnrewrite"}
+
+
 def label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -60,6 +68,22 @@ def test_imports_go_down() -> None:
     """The contracts stand in pyproject.toml: floors, and what ir, passes and others may not see."""
     found = subprocess.run([sys.executable, "-c", LINT], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=label)
+def test_what_each_room_may_import(path: Path) -> None:
+    name = module_of(path).removeprefix("lnrewrite.")
+    if {name, name.split(".")[0]} & STANDARD:
+        assert outside(path) == set()
+    elif name.split(".")[0] in ARRAYS:
+        assert outside(path) <= {"networkx", "numpy"}
+
+
+@pytest.mark.parametrize("path", PASSES, ids=label)
+def test_passes_see_the_picture_only(path: Path) -> None:
+    ours = {name.removeprefix("lnrewrite.").split(".")[0] for name in imports(path) if name.startswith("lnrewrite.")}
+    assert ours <= FOR_PASSES
+    assert outside(path) <= {"numpy"}
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=label)

@@ -65,9 +65,9 @@ def matrices(node: Any) -> Spelled:
     x, a, b = node.args
     if x.meta["val"].shape != node.meta["val"].shape:
         return _same(node)
-    product = made(node, aten.mm.default if node.target is aten.addmm.default else aten.bmm.default, a, b)
+    found = made(node, aten.mm.default if node.target is aten.addmm.default else aten.bmm.default, a, b)
     beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
-    return _plus(node, _times(node, x, beta), _times(node, product, alpha))
+    return _plus(node, _times(node, x, beta), _times(node, found, alpha))
 
 
 def stacked(node: Any) -> Spelled:
