@@ -73,7 +73,7 @@ class Encoder(nn.Module):
 
 
 def compare(wanted: Tensor, found: Tensor) -> str:
-    """Say how far a result is from what is wanted."""
+    """Return how far a result is from what is wanted."""
     if not found.isfinite().all():
         return f"{(~found.isfinite()).float().mean():.0%} of the outputs are inf or NaN"
     return f"relative error {((found - wanted).norm() / wanted.norm()).item():.1e}"

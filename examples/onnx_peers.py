@@ -87,7 +87,7 @@ def plain(name: str, opset: int, dtype: str, path: Path) -> None:
 
 
 def apply(tool: str, name: str, opset: int, dtype: str, source: Path, path: Path) -> None:
-    """Let one tool write its model."""
+    """Make one tool write its model."""
     import onnx
 
     if tool == "onnxruntime":

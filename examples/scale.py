@@ -44,7 +44,7 @@ def build(name: str, layers: int) -> LlamaForCausalLM:
 
 
 def plan(program: Program) -> int:
-    """Let fold-affine propose; return how many edits it would make."""
+    """Make fold-affine propose; return how many edits it would make."""
     (item,) = Pipeline.parse("fold-affine").passes
     context = Context(program.network, dict, program.is_ones, program.is_zeros, program.values)
     return sum(len(item.propose(stream, context).edits) for stream in program.network.streams)

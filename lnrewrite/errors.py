@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Say that a pass addresses `site` and what blocks it: a code of the catalogue, why, and what to do."""
+    """Record that a pass addresses `site` and what blocks it: a code of the catalogue, why, and what to do."""
 
     code: str
     site: str
@@ -109,7 +109,7 @@ def one_line(text: str) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Say what code of others raised: its type, and its words where it has any."""
+    """Return what code of others raised: its type, and its words where it has any."""
     name, text = type(error).__name__, words(error)
     return f"{name}: {text}" if text else name
 

@@ -43,7 +43,7 @@ def quiet(*libraries: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Let draft_export write its trace into a folder that goes at the end, unless TORCH_DTRACE names another."""
+    """Make draft_export write its trace into a folder that goes at the end, unless TORCH_DTRACE names another."""
     if os.environ.get(TRACE):
         yield
         return

@@ -149,7 +149,7 @@ class _Absorber:
         return _positive(block.scale * by, block)
 
     def entered(self, block: Block) -> list[Operation]:
-        """Let a branch read what it read: the size goes into eps, factors behind the norm into its gain."""
+        """Keep what a branch reads as it was: the size goes into eps, factors behind the norm into its gain."""
         norms = [s for s in block.sites if s.where is Where.IN]
         scales = block.scaled("read")
         operations: list[Operation] = [DropScale(s) for s in scales]
@@ -169,7 +169,7 @@ class _Absorber:
         return operations
 
     def left(self, block: Block, size: float) -> list[Operation]:
-        """Let a branch write 1 / size times what it wrote, without factors of its own."""
+        """Make a branch write 1 / size times what it wrote, without factors of its own."""
         inner, outer = block.scaled("written"), block.scaled("branch")
         operations: list[Operation] = [DropScale(s) for s in (*inner, *outer)]
         if size != 1 and (block.added or block.barrier(Side.ADDED)):
@@ -204,7 +204,7 @@ class _Absorber:
             raise Closed("LN126", f"behind {last.name} the stream would have {self.size:.1e} of its size", "leave it")
 
     def finish(self) -> None:
-        """Let the end of the stream give what it gave."""
+        """Keep what the end of the stream gives as it was."""
         target = f"{self.stream.name}.final"
         if not (self.stream.final or self.stream.readers):
             raise Closed("LN126", "what reads the last state sees its size", "leave the factors of the trunk")
@@ -214,7 +214,7 @@ class _Absorber:
         self.found.setdefault(target, []).extend(FoldReader(r, Number(self.size)) for r in heads)
 
     def renormed(self, block: Block | None, site: Site, size: float, by: Any) -> list[Operation]:
-        """Let a norm read 1 / size of what it read and give `by` times what it gave: eps / size^2, gain and bias."""
+        """Make a norm read 1 / size of what it read and give `by` times what it gave: eps / size^2, gain and bias."""
         norm, who = site.norm, site_name(block, site) if block else "the final norm"
         plain = not np.ndim(by) and by == 1
         if size == 1 and plain:

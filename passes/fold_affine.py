@@ -99,7 +99,7 @@ class FoldAffine:
         return Proposal(tuple(edits), tuple(refusals), tuple(skipped), vectors)
 
     def _not_addressed(self, site: Site) -> str:
-        """Say why the identity does not speak of a site; empty where it does."""
+        """Return why the identity does not speak of a site; empty where it does."""
         if site.norm.gamma is None and site.norm.beta is None:
             return "nothing to fold"
         if site.norm.kind not in (Kind.LAYER, Kind.RMS):

@@ -60,7 +60,7 @@ class FoldEmbeddingNorm:
 
 
 def _refusal(stream: Stream, site: Site, name: str) -> Refusal | None:
-    """Say what stands in the way, if anything."""
+    """Return what stands in the way, if anything."""
     tables = stream.sources
     if site.norm.kind not in (Kind.LAYER, Kind.RMS) or site.norm.over or site.norm.computed:
         return Refusal("LN111", name, f"it is a {site.norm.kind} norm of a form that is not folded", "leave it")

@@ -120,7 +120,7 @@ class Place:
 
 
 def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Block]) -> Refusal | None:
-    """Say what stands in the way of a block's conversion, if anything."""
+    """Return what stands in the way of a block's conversion, if anything."""
     held = switches(block)
     switched = held ^ wanted
     lost = [s for s in block.sites if s.where in held - wanted]

@@ -100,7 +100,7 @@ class RescaleStream:
 
     @property
     def needs_data(self) -> bool:
-        """Say that a fit looks at data; the edits are exact all the same."""
+        """Return True: a fit looks at data; the edits are exact all the same."""
         return self.fit is not None
 
     def propose(self, stream: Stream, context: Context) -> Proposal:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Untie:
-    """Let every use of a shared parameter but the first read a copy, so that other passes can change one alone.
+    """Make every use of a shared parameter but the first read a copy, so that other passes can change one alone.
 
         y = W x,  z = W[i]     becomes     y = W' x,  z = W[i],     W' = W
 

@@ -94,7 +94,7 @@ def onnx_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def demo_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let commands that name demo:tinygpt, and nothing about it, get copies of one capture."""
+    """Make commands that name demo:tinygpt, and nothing about it, get copies of one capture."""
     import copy
     from dataclasses import replace
 

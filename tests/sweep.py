@@ -61,7 +61,7 @@ def judged(name: str, program: Program) -> str:
 
 
 def answers(name: str, program: Program, module: nn.Module, inputs: dict[str, Any]) -> str:
-    """Say which ways of running the model give another picture: bf16, a mask, the attention, train mode."""
+    """Return which ways of running the model give another picture: bf16, a mask, the attention, train mode."""
     wanted = zoo.placements(program.network)
     different = []
     for how, variant in variants(name, module, inputs):

@@ -39,7 +39,7 @@ def models(write: Write) -> list[str]:
 
 
 class Machine:
-    """Stand in for sessions and clock: in its k-th session A takes SLOW[k] seconds a run, B FACTOR[k] times as long.
+    """Replace sessions and clock: in its k-th session A takes SLOW[k] seconds a run, B FACTOR[k] times as long.
 
     The runs before the WARM-th of a session take a thousand times that.
     """

@@ -42,7 +42,7 @@ def outputs(program: Program, inputs: dict[str, torch.Tensor]) -> list[torch.Ten
 
 
 def cell(result: lnr.Result) -> str:
-    """Say what a pipeline did: how many edits, which codes refused, or that it speaks of nothing here."""
+    """Return what a pipeline did: how many edits, which codes refused, or that it speaks of nothing here."""
     codes = " ".join(sorted({r.code for r in result.report.refusals}))
     return f"{result.report.edits or ''} {codes}".strip() or "-"
 

@@ -96,7 +96,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 class Summed(nn.Module):
-    """Let a branch's value join its stream in one of the ways."""
+    """Make a branch's value join its stream in one of the ways."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def is_module(name: str) -> bool:
-    """Say whether `from base import x` takes a module of ours."""
+    """Return whether `from base import x` takes a module of ours."""
     if not name.startswith("lnrewrite."):
         return False
     path = ROOT.joinpath(*name.split("."))

@@ -211,7 +211,7 @@ def test_a_wrong_block_name_is_suggested() -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Stand for a program: streams whose norms `apply` replaces, and a log of what it was asked to run."""
+    """Represent a program: streams whose norms `apply` replaces, and a log of what it was asked to run."""
 
     network: Network
     log: list[str]

@@ -226,14 +226,14 @@ def test_sizes_that_a_model_does_not_take_are_no_crash() -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """Stand for an edit of a site."""
+    """Represent an edit of a site."""
 
     target: str
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Stand for a program that is off where it holds wrong edits, alone or some of a set that belongs together."""
+    """Represent a program that is off where it holds wrong edits, alone or some of a set that belongs together."""
 
     wrong: frozenset[str]
     together: frozenset[str] = frozenset()

@@ -48,7 +48,7 @@ WIDTH, HIDDEN, TOKENS, EPS = 8, 12, 5, 1e-3
 
 @dataclass(frozen=True)
 class Net:
-    """Say how a net of two blocks is spelled: its reader, its norms, its dtype, and which values are outputs too."""
+    """Describe how a net of two blocks is spelled: reader, norms, dtype, and which values are outputs too."""
 
     reader: str = "MatMul"
     norms: str = "in"

@@ -40,7 +40,7 @@ Weights = FoldReader | ScaleWriter
 
 
 class Closed(Exception):
-    """Say that a stream cannot be taken to another basis: what is in the way, and what to do."""
+    """Signal that a stream cannot be taken to another basis: what is in the way, and what to do."""
 
     def __init__(self, code: str, why: str, remedy: str) -> None:
         super().__init__(why)
@@ -89,23 +89,23 @@ class Basis:
     # ---- rules; `block` is None at the ends of the stream ----
 
     def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:
-        """Let a norm that reads the stream give what it gave: an in norm or the final norm."""
+        """Make a norm that reads the stream give what it gave: an in norm or the final norm."""
         raise NotImplementedError
 
     def bare(self, block: Block | None, readers: tuple[Linear, ...], closed: bool) -> tuple[Operation, ...]:
-        """Let linears that read the stream without a norm give what they gave; `closed`: others read it too."""
+        """Make linears that read the stream without a norm give what they gave; `closed`: others read it too."""
         raise NotImplementedError
 
     def made(self, block: Block | None, site: Site, writers: tuple[Linear, ...]) -> tuple[Operation, ...]:
-        """Let a norm whose output enters the stream give M times that: an out norm or the embedding norm."""
+        """Make a norm whose output enters the stream give M times that: an out norm or the embedding norm."""
         raise NotImplementedError
 
     def through(self, block: Block, site: Site, last: bool) -> tuple[Operation, ...]:
-        """Let a trunk norm take the stream on; the `last` one gives what it gave."""
+        """Make a trunk norm take the stream on; the `last` one gives what it gave."""
         raise NotImplementedError
 
     def explicit(self, where: Where) -> tuple[Operation, ...] | Closed:
-        """Say how M is applied where no weights can take it: where the stream starts, or at a branch's end."""
+        """Return how M is applied where no weights can take it: where the stream starts, or at a branch's end."""
         raise NotImplementedError
 
     # ---- the walk ----
@@ -126,13 +126,13 @@ class Basis:
         return self.settled()
 
     def always(self, target: str, operations: tuple[Operation, ...]) -> None:
-        """Let a target have these operations; weights with other uses close the stream."""
+        """Make a target have these operations; weights with other uses close the stream."""
         shared = Closed("LN102", f"a weight of {target} has uses that want another change", "untie it first")
         if operations:
             self.choices.append(Choice(target, operations, shared))
 
     def ends(self, block: Block) -> bool:
-        """Say whether a block is of the last sum."""
+        """Return whether a block is of the last sum."""
         last = self.stream.blocks[-1]
         return block is last or (block.parallel_group is not None and block.parallel_group == last.parallel_group)
 
@@ -177,7 +177,7 @@ class Basis:
             raise Closed("LN123", why, "run absorb-scales first")
 
     def enter(self, block: Block) -> None:
-        """Let a branch read what it read."""
+        """Keep what a branch reads as it was."""
         norms = [s for s in block.sites if s.where is Where.IN]
         for site in norms:
             self.always(block.name, self.read(block, site))
@@ -185,7 +185,7 @@ class Basis:
             self.always(block.name, self.bare(block, block.readers, block.barrier(Side.READ) is not None))
 
     def leave(self, block: Block) -> None:
-        """Let a branch, and what else its sum adds, write M times what it wrote."""
+        """Make a branch, and what else its sum adds, write M times what it wrote."""
         self.always(block.name, self.multiplied(block.added))
         if site := block.at(Where.OUT):
             self.always(block.name, self.made(block, site, self.stream.makers(block, site)))
@@ -202,7 +202,7 @@ class Basis:
             self.choices[-1].decline()
 
     def finish(self) -> None:
-        """Let what reads the last state give what it gave."""
+        """Keep what the readers of the last state give as it was."""
         if final := self.stream.final:
             self.always(f"{self.stream.name}.final", self.read(None, final))
         if self.stream.readers:
@@ -244,7 +244,7 @@ def linear_of(change: Weights) -> Linear:
 
 
 def effect(change: Weights) -> Hashable:
-    """Say what a change does to its parameter: a reader's matrix stands on the other side of a writer's."""
+    """Return what a change does to its parameter: a reader's matrix stands on the other side of a writer's."""
     scale = change.scale
     if isinstance(change, FoldReader) and isinstance(scale, Rotation):
         scale = scale.transposed

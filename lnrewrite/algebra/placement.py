@@ -100,7 +100,7 @@ class Walk:
         return found
 
     def turns(self, block: Block, where: Where, on: bool) -> bool:
-        """Say whether the block's norm at `where` is switched on (or off)."""
+        """Return whether the block's norm at `where` is switched on (or off)."""
         held, wanted = switches(block), self.wanted.get(block.name, switches(block))
         return (where in wanted - held) if on else (where in held - wanted)
 
@@ -148,7 +148,7 @@ class Walk:
         return None if values is None else self.vectors.add(np.ascontiguousarray(values))
 
     def read(self, block: Block, seen: Samples, operations: list[Operation], fits: list[Fit]) -> None:
-        """Let the branch read what it read: keep, insert, take over or remove its in norm."""
+        """Keep what the branch reads as it was: keep, insert, take over or remove its in norm."""
         site = block.at(Where.IN)
         if self.turns(block, Where.IN, on=True):
             if self.carried:
@@ -171,7 +171,7 @@ class Walk:
     def compensate(
         self, block: Block, site: Site | None, seen: Samples, operations: list[Operation], fits: list[Fit], shared: bool
     ) -> None:
-        """Let the readers see scale * trunk + shift: folded into them where that is whole, else as an operation."""
+        """Make the readers see scale * trunk + shift: folded into them where that is whole, else as an operation."""
         readers = site.readers if site else block.readers
         whole = _whole(block, site, self.beta)
         if self.unit and site and site.norm.kind is self.kind and not site.norm.computed:
@@ -190,7 +190,7 @@ class Walk:
             operations += reading(block, site, scale, shift)
 
     def write(self, block: Block, seen: Samples, weight: Any, operations: list[Operation], fits: list[Fit]) -> Any:
-        """Let the branch add what it added, in the trunk's new size; return what it adds."""
+        """Keep what the branch adds as it was, in the trunk's new size; return what it adds."""
         goal = seen.branch * self.ratio[:, None]
         weight = weight * usual(goal)
         if not seen.branch.any():
@@ -228,7 +228,7 @@ class Walk:
         return gain * u + (self.context.values(norm.beta) if norm.beta else 0.0)
 
     def rescale(self, block: Block, by: Any, plus: Any, operations: list[Operation]) -> None:
-        """Let the branch end in by * f + plus: in its writers where that is whole, else as an operation."""
+        """Make the branch end in by * f + plus: in its writers where that is whole, else as an operation."""
         operations += writing(block, self.vector(by), self.vector(plus))
 
     def after(self, block: Block, seen: Samples, last: bool, operations: list[Operation], fits: list[Fit]) -> None:
@@ -297,11 +297,11 @@ def writing(block: Block, scale: Value | None, shift: Value | None) -> list[Oper
 
 
 def _whole(block: Block, site: Site | None, shift: bool) -> bool:
-    """Say whether all that reads the branch's entrance are linear maps of its own that take a scale (and shift)."""
+    """Return whether all that reads the branch's entrance are linear maps of its own that take a scale (and shift)."""
     readers = site.readers if site else block.readers
     return not (site.taps if site else block.barrier(Side.READ)) and _free(readers, shift)
 
 
 def _free(linears: tuple[Linear, ...], shift: bool) -> bool:
-    """Say whether an edit of these linears touches nothing else and can take a shift where there is one."""
+    """Return whether an edit of these linears touches nothing else and can take a shift where there is one."""
     return bool(linears) and not any(w.shared for w in linears) and (not shift or all(w.exact for w in linears))

@@ -44,7 +44,7 @@ Handle = TypeVar("Handle")
 
 @dataclass(frozen=True, slots=True)
 class Edge(Generic[Handle]):
-    """Say that something reads `operand`: under which names the view knows the reader, and in which slot it reads."""
+    """Record that something reads `operand`: the names under which the view knows the reader, and the slot."""
 
     operand: Handle
     consumers: tuple[str, ...]
@@ -66,7 +66,7 @@ class Editor(Protocol[Handle]):
         """Return every use that a value has now; the graph's own output is the consumer `output`."""
 
     def redirect(self, edge: Edge[Handle], new: Handle) -> None:
-        """Let one reader read `new`. The graph's outputs keep their names and dtypes."""
+        """Make one reader read `new`. The graph's outputs keep their names and dtypes."""
 
     def norm(self, name: str, x: Handle, norm: Norm, at: Handle) -> Handle:
         """Return a new norm of `x` over the norm's axis; its gamma and beta name parameters or computed vectors.
@@ -81,13 +81,13 @@ class Editor(Protocol[Handle]):
         """Return a new x minus its mean over an axis, which stands right behind `x`."""
 
     def untie(self, linear: Handle, param: str, fresh: str) -> None:
-        """Let one node read a copy of a parameter, under that name or one like it, in its place."""
+        """Make one node read a copy of a parameter, under that name or one like it, in its place."""
 
     def attach(self, linear: Handle, bias: str) -> Handle:
         """Add a bias to a linear map that has none and return what is its output then, with all readers."""
 
     def has(self, param: str) -> bool:
-        """Say whether there is a parameter of that name."""
+        """Return whether there is a parameter of that name."""
 
     def holds_value(self, param: str) -> bool:
         """Return whether there is a parameter of that name, or stored numbers that nobody trains."""
@@ -227,7 +227,7 @@ class Surgery(Generic[Handle]):
             self.editor.redirect(edge, new)
 
     def supersede(self, name: str, old: Handle, new: Handle) -> None:
-        """Let `new` stand wherever `old` stood, for the original value `name` among them."""
+        """Make `new` stand wherever `old` stood, for the original value `name` among them."""
         self.standing.setdefault(name, old)
         self.standing.update({k: new for k, v in self.standing.items() if v is old})
         self.chained.update({k: new for k, v in self.chained.items() if v is old})
@@ -320,7 +320,7 @@ class Surgery(Generic[Handle]):
         self.supersede(name, old, new)
 
     def drop(self, block: Block, op: DropScale) -> None:
-        """Let what reads a factor's product read what the factor scales."""
+        """Make what reads a factor's product read what the factor scales."""
         if op.scale is None:
             self.redirect(self.skip(block), self.stand(block.anchor.state))
             return

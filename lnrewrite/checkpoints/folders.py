@@ -67,7 +67,7 @@ class StoredProgram(Program):
 
     @property
     def narrow(self) -> bool:
-        """Say no: nothing is run on the weights, so that no drift is measured."""
+        """Return False: nothing is run on the weights, so that no drift is measured."""
         return False
 
     def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:

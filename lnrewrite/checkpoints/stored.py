@@ -74,7 +74,7 @@ class Store:
         self.edits[name] = (*self.edits.get(name, ()), (axis, change))
 
     def copy(self, name: str, source: str) -> None:
-        """Let a name stand for a copy of a parameter as it is now."""
+        """Make a name stand for a copy of a parameter as it is now."""
         self.edits[name] = self.edits.get(source, ())
         if source in self.held:
             self.held[name] = self.held[source]
@@ -111,7 +111,7 @@ class StoredEditor(FxEditor):
         return name
 
     def untie(self, linear: fx.Node, param: str, fresh: str) -> None:
-        """Let one node read its own copy of a parameter."""
+        """Make one node read its own copy of a parameter."""
         before = self.names[param]
         super().untie(linear, param, fresh)
         names = parameter_names(self.module)

@@ -249,7 +249,7 @@ def passes(name: str | None, as_json: bool, quiet: bool, verbose: bool) -> None:
 @click.argument("code")
 @options()
 def explain(code: str, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Say what a diagnostic code means and what to do about it."""
+    """Explain what a diagnostic code means and what to do about it."""
     from ..codes import CATALOGUE
     from ..codes import explain as explained
     from .tables import page

@@ -110,7 +110,7 @@ def _told(error: click.ClickException) -> tuple[dict[str, str], str, int]:
 
 
 def _left(error: BaseException) -> LnrewriteError:
-    """Tell that foreign code raised what is no error: SystemExit, whose exit code would look like ours, or another."""
+    """Return an error for what foreign code raised that is not an Exception, SystemExit among it."""
     why = f"code that the model, the data or a plugin brought raised {told(error)}"
     return LnrewriteError("LN019", "the command", why, "take that, or the call to exit, out of that code")
 

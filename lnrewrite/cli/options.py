@@ -108,7 +108,7 @@ def target_of(output: str, force: bool, default: str = ".pt2") -> Path:
 
 
 def tell_name(output: str | None, target: Path | None) -> None:
-    """Say under which name OUT was written where that is not the name that was given."""
+    """Print under which name OUT was written where that is not the name that was given."""
     if target is not None and output is not None and Path(output) != target:
         remark(f"note: {output} has no suffix: it is written as {target}")
 

@@ -67,7 +67,7 @@ def verify(
 
 
 def held_in_half(program: Any) -> bool:
-    """Say whether a program computes in half precision."""
+    """Return whether a program computes in half precision."""
     return any(op.dtype in {"float16", "bfloat16"} for op in program.graph)
 
 

@@ -69,7 +69,7 @@ def load_data(
 
 
 def importable(data: str) -> bool:
-    """Say whether DATA names a Python object rather than a file."""
+    """Return whether DATA names a Python object rather than a file."""
     return ":" in data and not os.path.exists(named_path(data))
 
 
@@ -84,7 +84,7 @@ def file_of(data: str) -> Path:
 
 
 def reads_bytes(program: Any) -> bool:
-    """Say whether a model reads bytes: one integer input, a table of 256 rows, no tokenizer."""
+    """Return whether a model reads bytes: one integer input, a table of 256 rows, no tokenizer."""
     limits = program.id_limits()
     return len(limits) == 1 and set(limits.values()) == {256} and not program.tokenizer
 

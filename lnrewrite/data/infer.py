@@ -58,7 +58,7 @@ def vocabulary_of(module: nn.Module) -> int:
 
 @contextlib.contextmanager
 def _trial(module: nn.Module) -> Iterator[None]:
-    """Let the module run in eval mode without gradients, and put its modes and the random state back."""
+    """Make the module run in eval mode without gradients, and put its modes and the random state back."""
     modes = [(m, m.training) for m in module.modules()]
     with torch.no_grad(), torch.random.fork_rng(devices=[]), dry(module):
         module.eval()

@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 
 
 class Unknown(Exception):
-    """Say that an operator cannot be run here."""
+    """Signal that an operator cannot be run here."""
 
 
 def _axes(op: Op) -> tuple[int, ...] | None:

@@ -30,7 +30,7 @@ ACTIVATIONS = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "hardswish",
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Say where a join's root comes from: the sum before it (None: a source), through which norm and factors.
+    """Describe where a join's root comes from: the sum before it (None: a source), through which norm and factors.
 
     `through` names another op on the way that a linear map of the channels does not pass.
     """
@@ -209,13 +209,13 @@ class _Detector:
         return None
 
     def axes(self, chain: list[tuple[Join, Link]]) -> list[int]:
-        """Tell which axis of each sum is the channels; one that shows nothing has the axis of its neighbour."""
+        """Return which axis of each sum is the channels; one that shows nothing has the axis of its neighbour."""
         seen = [self.axis(join, link) for join, link in chain]
         usual = next((axis for axis in seen if axis is not None), -1)
         return [usual := usual if axis is None else axis for axis in seen]
 
     def axis(self, join: Join, link: Link) -> int | None:
-        """Tell which axis of a sum is the channels: the one that norms, or else writers, work on."""
+        """Return which axis of a sum is the channels: the one that norms, or else writers, work on."""
         graph = self.graph
         for branch, _ in join.branches:
             for norm in self.entries(join.root, branch):
@@ -398,7 +398,7 @@ class _Detector:
         return tuple(map(self.counted, made.linears)) if whole else ()
 
     def dominates(self, found: Found, branch: str) -> bool:
-        """Say whether every path from the norm's source's weights to the branch's end passes the norm."""
+        """Return whether every path from the norm's source's weights to the branch's end passes the norm."""
         graph = self.graph
         if not graph.reaches(found.output, branch):
             return False

@@ -312,7 +312,7 @@ def _backward(graph: OpGraph, op: Op, axis: int, width: int) -> Iterator[tuple[s
 
 
 def _commutes(graph: OpGraph, factor: Operand, axis: int) -> bool:
-    """Say whether a factor acts alike on all channels."""
+    """Return whether a factor acts alike on all channels."""
     if not isinstance(factor, str) or graph.is_scalar(factor):
         return True
     shape = graph[factor].shape or ()

@@ -158,7 +158,7 @@ class OpGraph:
         return place >= 0 and all(d == (width if i == place else 1) for i, d in enumerate(shape))
 
     def is_scalar(self, name: Operand) -> bool:
-        """Say whether an operand is one number for the whole tensor, known without the model's inputs."""
+        """Return whether an operand is one number for the whole tensor, known without the model's inputs."""
         if not isinstance(name, str):
             return isinstance(name, (int, float)) and not isinstance(name, bool)
         return name in self.constant and all(d == 1 for d in self.ops[name].shape or ())

@@ -49,7 +49,7 @@ def find_joins(graph: OpGraph, whole: Container[str] = ()) -> tuple[list[Join], 
 
 
 def mixes(graph: OpGraph, start: str, end: str) -> bool:
-    """Say whether a branch lets tokens see each other: a product of two of its values, or a scan, pool, FFT.
+    """Return whether a branch lets tokens see each other: a product of two of its values, or a scan, pool, FFT.
 
     Expert weights that a router picks are parameters here: gathers are followed through what they pick from.
     """
@@ -63,7 +63,7 @@ def mixes(graph: OpGraph, start: str, end: str) -> bool:
 
 
 def nearest_miss(graph: OpGraph) -> Refusal:
-    """Say why a model without residual sums has none: its skips pass weights (LN204) or mixtures (LN203)."""
+    """Return why a model without residual sums has none: its skips pass weights (LN204) or mixtures (LN203)."""
     for op in reversed(list(graph)):
         widths = graph.width(op.name), graph.width(op.name, 1 - len(op.shape or ()))
         if op.kind != "add" or len(op.data) != 2 or max(widths) < 2:
@@ -199,7 +199,7 @@ def _join(
 
 
 def _carries_features(graph: OpGraph, name: str) -> bool:
-    """Say whether a value holds features, not a mask or positions: it comes from weights, or is a float input."""
+    """Return whether a value holds features, not a mask or positions: it comes from weights, or is a float input."""
     if graph[name].kind == "input":
         return "float" in graph[name].dtype
     return name in graph.learned or any(
@@ -208,7 +208,7 @@ def _carries_features(graph: OpGraph, name: str) -> bool:
 
 
 def _is_outer(graph: OpGraph, root: str, end: str) -> bool:
-    """Say whether a value is an outer product of two values of the branch: hyper-connections write that way."""
+    """Return whether a value is an outer product of two values of the branch: hyper-connections write that way."""
     while graph[end].kind in SHAPE | CASTS:
         end = graph[end].data[0]
     factors = [n for n in graph[end].data if n not in graph.constant and graph.reaches(root, n)]
@@ -237,7 +237,7 @@ def _reads_earlier(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -
 
 
 def _biases_scores(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -> bool:
-    """Say whether all that branches do with a value is to add it to attention scores: a bias that layers share."""
+    """Return whether all that branches do with a value is to add it to attention scores: a bias that layers share."""
     region = {op.name for branch, _ in branches for op in graph.between(root, branch)}
     todo, seen = [root], {root}
     while todo:
@@ -261,7 +261,7 @@ def _is_sublayer(graph: OpGraph, root: str, end: str) -> bool:
 
 
 def _merged(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Let terms that are summed among themselves first count as one branch: experts, or one computed from the other."""
+    """Count terms that are summed among themselves first as one branch: experts, or one computed from the other."""
     while True:
         for i, (a, add) in enumerate(branches):
             for b, other in branches[i + 1 :]:

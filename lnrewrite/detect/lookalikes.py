@@ -48,14 +48,14 @@ def lookalikes(graph: OpGraph, taken: Collection[str]) -> Iterator[tuple[str, st
 
 
 def placed(graph: OpGraph, odd: Refusal, streams: Iterable[Stream]) -> Refusal:
-    """Say in which block of the streams such a value is, where it is in one."""
+    """Return in which block of the streams such a value is, where it is in one."""
     held = (b for s in streams for b in s.blocks if graph.reaches(b.anchor.state, odd.site))
     block = next((b for b in held if graph.reaches(odd.site, b.anchor.branch)), None)
     return replace(odd, why=f"in block {block.name}, {odd.why}") if block else odd
 
 
 def _sized(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
-    """Say by what size of its own a value is divided in this product or quotient, if it is."""
+    """Return by what size of its own a value is divided in this product or quotient, if it is."""
     value, factor = op.inputs[:2]
     for one, other in ((value, factor), (factor, value))[: 1 if op.kind == "div" else 2]:
         if not (isinstance(one, str) and isinstance(other, str)) or {one, other} & graph.constant:
@@ -115,7 +115,7 @@ def _reduces(op: Op) -> bool:
 
 
 def _measures(graph: OpGraph, size: Op, made: Collection[tuple[str, bool]]) -> bool:
-    """Say whether a reduction is a size of what a value is made of; of a value that is a size it is a total."""
+    """Return whether a reduction is a size of what a value is made of; of a value that is a size it is a total."""
     names = {name for name, _ in made}
     todo, visited = [(n, size.kind in SIZES) for n in size.data[:1]], set[tuple[str, bool]]()
     while todo:
@@ -131,7 +131,7 @@ def _measures(graph: OpGraph, size: Op, made: Collection[tuple[str, bool]]) -> b
 
 
 def _squashed(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
-    """Say what goes through a map that saturates, with a learned slope, before this gain of one number per channel."""
+    """Return what goes through a saturating map with a learned slope before this gain of one number per channel."""
     value = _gained(graph, op)
     before, todo = set[str](), [value] if value else []
     while todo:
@@ -148,7 +148,7 @@ def _squashed(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
 
 
 def _slope(graph: OpGraph, name: str) -> bool:
-    """Say whether a value is another one times a constant, and a shift at most."""
+    """Return whether a value is another one times a constant, and a shift at most."""
     op = graph[name]
     while op.kind in CASTS | {"add", "sub"} and len(onward := [n for n in op.data if n not in graph.constant]) == 1:
         op = graph[onward[0]]
@@ -166,7 +166,7 @@ def _gained(graph: OpGraph, op: Op) -> str | None:
 
 
 def _centred(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
-    """Say what has its own mean taken off and gets a gain: a layer norm whose deviation is a fixed number."""
+    """Return what has its own mean taken off and gets a gain: a layer norm whose deviation is a fixed number."""
     value = _gained(graph, op)
     while value and graph[value].kind in CASTS | {"mul", "div"} and value not in seen:
         value = next((n for n in graph[value].data if n not in graph.constant), None)
@@ -179,7 +179,7 @@ def _centred(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
 
 
 def _saturates(graph: OpGraph, source: str, end: str, ops: list[Op], sloped: bool) -> bool:
-    """Say whether a piece that acts on each element levels off, and its parameters change how soon and not where.
+    """Return whether a piece that acts on each element levels off, and its parameters change how soon and not where.
 
     sloped: what it acts on is scaled before, so that it needs no such parameter.
     """

@@ -1,4 +1,4 @@
-"""Say what data multiply a norm: a gain computed from a condition, stored gains mixed by time, or a gate."""
+"""Describe what data multiply a norm: a gain computed from a condition, stored gains mixed by time, or a gate."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def modulation(graph: OpGraph, norm: Found) -> str:
 
 
 def _activated(graph: OpGraph, name: str) -> bool:
-    """Say whether a value that data give is an activation, silu written out included."""
+    """Return whether a value that data give is an activation, silu written out included."""
     op = graph[name]
     while op.kind in CASTS | SHAPE and op.data:
         op = graph[op.data[0]]
@@ -53,7 +53,7 @@ def _activated(graph: OpGraph, name: str) -> bool:
 
 
 def _mixed(graph: OpGraph, name: str, axis: int) -> bool:
-    """Say whether a value gets its channels from stored vectors alone, scaled by numbers that data give."""
+    """Return whether a value gets its channels from stored vectors alone, scaled by numbers that data give."""
     if name in graph.constant or len(graph[name].shape or ()) < -axis or graph.width(name, axis) == 1:
         return True
     return graph[name].kind in ELEMENTWISE and all(_mixed(graph, n, axis) for n in graph[name].data)

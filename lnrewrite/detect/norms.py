@@ -144,7 +144,7 @@ def _gain(graph: OpGraph, name: Operand) -> dict[str, Any]:
 
 
 def _statistic(graph: OpGraph, name: Operand, depth: int = 12) -> bool:
-    """Say whether a value is a scalar function of a reduction, with a root or a norm in it."""
+    """Return whether a value is a scalar function of a reduction, with a root or a norm in it."""
     rooted = False
     while isinstance(name, str) and depth:
         op = graph[name]
@@ -278,7 +278,7 @@ def _describe(graph: OpGraph, norm: Norm, gain: Array, parameters: dict[str, Arr
 
 
 def _with_affine(graph: OpGraph, core: Found) -> Found:
-    """Let a norm take in the gain, bias and casts that follow it."""
+    """Make a norm take in the gain, bias and casts that follow it."""
     norm, output, members = core.norm, core.output, set(core.members)
     while True:
         users = graph.users[output]

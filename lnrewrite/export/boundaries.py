@@ -91,7 +91,7 @@ def boundaries(graph: ir.Graph) -> list[Boundary]:
 
 
 def _is_norm(node: ir.Node) -> bool:
-    """Say whether a node is a norm that the kernels have: one type throughout, gain and bias one vector each."""
+    """Return whether a node is a norm that the kernels have: one type throughout, gain and bias one vector each."""
     if node.domain or node.op_type not in SKIP:
         return False
     x, *vectors = (v for v in node.inputs if v is not None)

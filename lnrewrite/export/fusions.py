@@ -1,4 +1,4 @@
-"""Let libraries fuse the rest of a graph, one group of rules at a time, and keep what is right and undoes no norm.
+"""Make libraries fuse the rest of a graph, one group of rules at a time, and keep what is right and undoes no norm.
 
 The rules are onnxscript's for ONNX Runtime. A group that raises, gives other numbers, or takes a norm's form apart is
 dropped for that model, and the notes say so. Nothing here is timed: a GPU may not be at hand.
@@ -106,7 +106,7 @@ def _count(model: ir.Model) -> Counter[str]:
 
 
 def _undone(before: ir.Model, after: ir.Model) -> str:
-    """Say which norm forms a group took apart."""
+    """Return which norm forms a group took apart."""
     one, two = _count(before), _count(after)
     lost = [f"{one[n] - two[n]} {n}" for n in NORMS if two[n] < one[n]]
     return f"they take {', '.join(lost)} apart" if lost else ""

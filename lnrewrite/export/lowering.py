@@ -101,7 +101,7 @@ def like(value: ir.Value, other: ir.Value) -> None:
 
 
 def take_place(old: ir.Value, new: ir.Value) -> None:
-    """Let `new` stand for `old` everywhere, under its name."""
+    """Make `new` stand for `old` everywhere, under its name."""
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     name, old.name = old.name, f"{old.name}_before" if old.name else old.name
     if name:
@@ -184,7 +184,7 @@ class _Lowering:
         return add, ""
 
     def full(self, add: ir.Node) -> bool:
-        """Say whether one operand has the sum's shape and the other that, or one that lacks the batch alone."""
+        """Return whether one operand has the sum's shape and the other that, or one that lacks the batch alone."""
         total = add.outputs[0].shape
         shapes = [v.shape for v in add.inputs if v is not None]
         if total is None or any(s is None for s in shapes):

@@ -32,7 +32,7 @@ MASK = 1e30
 
 
 class Role(enum.Enum):
-    """Say what a float32 value holds; CONSTANT is decided by who reads it."""
+    """Describe what a float32 value holds; CONSTANT is decided by who reads it."""
 
     FEATURE = "half"
     WIDE = "float32, from an operator that has no half"
@@ -114,18 +114,18 @@ class _Lowering:
             self.assign(value, Role.WIDE if role is Role.FEATURE and not self.takes_half(node, value) else role)
 
     def takes_half(self, node: ir.Node, output: ir.Value) -> bool:
-        """Say whether an operator may give half precision there."""
+        """Return whether an operator may give half precision there."""
         names = _allowed(node, self.opset, None, output.index() or 0)
         return names is None or _word(self.half) in names
 
     def settle(self, value: ir.Value) -> None:
-        """Let a constant be float32 where any reader computes places with it, else half."""
+        """Make a constant be float32 where any reader computes places with it, else half."""
         if self.roles.get(value) is Role.CONSTANT:
             wide = [n for n, i in value.uses() if not self.is_half(n, i)]
             self.roles[value] = Role.PLACE if wide else Role.FEATURE
 
     def is_half(self, node: ir.Node, index: int) -> bool:
-        """Say whether a node takes an input in half precision."""
+        """Return whether a node takes an input in half precision."""
         allowed = _allowed(node, self.opset, index, None)
         if allowed is not None and _word(self.half) not in allowed:
             return False
@@ -178,7 +178,7 @@ class _Lowering:
         return self.casts[value, to]
 
     def overflows(self, value: ir.Value) -> bool:
-        """Say whether a value is computed with a finite number that stands for minus infinity."""
+        """Return whether a value is computed with a finite number that stands for minus infinity."""
         todo, seen = [value], set()
         while todo:
             held = todo.pop()

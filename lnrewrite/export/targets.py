@@ -29,7 +29,7 @@ NO_CUDA_KERNEL = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Say what a form costs: for these types and ranks (empty: any), from one version of ONNX Runtime up to another."""
+    """Describe what a form costs for these types and ranks (empty: any), between two versions of ONNX Runtime."""
 
     form: str
     cost: float
@@ -40,7 +40,7 @@ class Cost:
     before: tuple[int, int] = (99, 0)
 
     def holds(self, dtype: str, rank: int, ort: tuple[int, int]) -> bool:
-        """Say whether this row speaks of such a norm on such a version."""
+        """Return whether this row speaks of such a norm on such a version."""
         fits = (not self.dtypes or dtype in self.dtypes) and (not self.ranks or rank in self.ranks)
         return fits and self.since <= ort < self.before
 

@@ -143,7 +143,7 @@ def lost(source: Network, network: Network) -> Iterator[str]:
 
 
 def wrong(program: Any, model: ir.Model, bound: float) -> str:
-    """Say why a model is not what its program is: it does not load, or gives other numbers; empty where it is."""
+    """Return why a model is not what its program is: it does not load, or gives other numbers; empty where it is."""
     try:
         found = proof(program, runnable(model), bound)
     except LnrewriteError as error:

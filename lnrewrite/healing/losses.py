@@ -82,7 +82,7 @@ class Objective:
         return cls(_causal(program, example), masks, 2 * kinds.count(Kind.LAYER) > len(kinds))
 
     def has_task(self, batch: Rows) -> bool:
-        """Say whether there are targets: the next tokens of a causal model, or labels in the data."""
+        """Return whether there are targets: the next tokens of a causal model, or labels in the data."""
         return bool(self.ids) or LABELS in batch
 
     def terms(self, mix: Mix, batch: Rows, student: Seen, teacher: Seen | None, targets: float) -> dict[str, Tensor]:

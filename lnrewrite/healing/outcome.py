@@ -1,4 +1,4 @@
-"""Say what a healing run did: the JSON of `heal`, a page for a person, and a picture of its losses."""
+"""Describe what a healing run did: the JSON of `heal`, a page for a person, and a picture of its losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say how a model is healed: every choice in one place, checked before anything runs."""
+"""Describe how a model is healed: every choice in one place, checked before anything runs."""
 
 from __future__ import annotations
 

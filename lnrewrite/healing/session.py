@@ -328,7 +328,7 @@ def grown(program: Program, teacher: Program) -> dict[str, float]:
 
 
 def share_untrained(working: Program, teacher: Program, trained: frozenset[str]) -> list[nn.Parameter]:
-    """Let the student use the teacher's tensors, while it trains, where both are equal; return those parameters."""
+    """Make the student use the teacher's tensors, while it trains, where both are equal; return those parameters."""
     shared = []
     for name, parameter in working.module().named_parameters():
         theirs = stored(teacher.module(), name)

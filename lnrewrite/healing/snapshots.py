@@ -147,7 +147,7 @@ class Snapshots:
             (self.folder / "run.json").unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Let others have the folder."""
+        """Release the folder to others."""
         if self.lock is not None:
             os.close(self.lock)
 

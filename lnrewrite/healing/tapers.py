@@ -78,16 +78,16 @@ class Tapering:
         return self.start.samples(self.batches)
 
     def moves(self, block: Block, where: Where, coming: bool) -> bool:
-        """Say whether a block of the teacher gets (or loses) its norm at `where`."""
+        """Return whether a block of the teacher gets (or loses) its norm at `where`."""
         held, wanted = switches(block), self.wanted.get(block.name, frozenset(switches(block)))
         return where in (wanted - held if coming else held - wanted)
 
     def onto(self, stream: Stream) -> bool:
-        """Say whether the norms of a stream move onto its trunk."""
+        """Return whether the norms of a stream move onto its trunk."""
         return any(self.moves(b, Where.POST, True) for b in stream.blocks)
 
     def off(self, stream: Stream) -> bool:
-        """Say whether the norms of a stream move off its trunk."""
+        """Return whether the norms of a stream move off its trunk."""
         return any(self.moves(b, Where.POST, False) for b in stream.blocks)
 
     @cached_property

@@ -216,7 +216,7 @@ def _spell(tokens_per_second: float, seconds_left: float) -> str:
 
 @contextmanager
 def _until_stopped() -> Iterator[Callable[[], bool]]:
-    """Let Ctrl-C end a step before it ends the run; a second one ends the run at once."""
+    """Make Ctrl-C end a step before it ends the run; a second one ends the run at once."""
     flag = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield flag.is_set

@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class _Part:
-    """Say what one part reads, what it makes, and what nothing reads after it."""
+    """Describe what one part reads, what it makes, and what nothing reads after it."""
 
     reads: tuple[fx.Node, ...]
     makes: tuple[fx.Node, ...]

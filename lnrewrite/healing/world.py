@@ -18,7 +18,7 @@ from .view import View
 
 @dataclass(frozen=True)
 class World:
-    """Say which of how many processes this is, and on which device it works."""
+    """Describe which of how many processes this is, and on which device it works."""
 
     rank: int
     size: int
@@ -59,7 +59,7 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Say whether this process speaks and writes for all."""
+        """Return whether this process speaks and writes for all."""
         return self.rank == 0
 
     def wait(self) -> None:
@@ -76,7 +76,7 @@ class World:
         return value
 
     def any(self, flag: bool) -> bool:
-        """Say whether the flag is up in any process."""
+        """Return whether the flag is up in any process."""
         return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
 
     def here(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ class Exactness(enum.IntEnum):
 
 
 class Array(Protocol):
-    """Stand for a numpy array without importing numpy."""
+    """Represent a numpy array without importing numpy."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -48,7 +48,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Stand for the value of a norm's own gain (gamma, or 1 + gamma) or bias parameter."""
+    """Represent the value of a norm's own gain (gamma, or 1 + gamma) or bias parameter."""
 
     param: str
     plus_one: bool = False
@@ -56,21 +56,21 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Stand for one number for all channels: value * I."""
+    """Represent one number for all channels: value * I."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Centre:
-    """Stand for the matrix that takes the mean off each run of `width` channels: I - 11^T / width."""
+    """Represent the matrix that takes the mean off each run of `width` channels: I - 11^T / width."""
 
     width: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Stand for an orthogonal matrix Q, the same on each run of `block` channels; `back` for its transpose.
+    """Represent an orthogonal matrix Q, the same on each run of `block` channels; `back` for its transpose.
 
     kind: `hadamard` (H diag(s): a normalised Walsh-Hadamard matrix, `block` a power of two, with signs s drawn for
     each channel of the block) or `random` (uniform over orthogonal matrices); both are drawn from `seed`.
@@ -108,7 +108,7 @@ class SetNorm:
 
 @dataclass(frozen=True, slots=True)
 class FoldReader:
-    """Let a reader see u instead of scale * u + shift: W <- W diag(scale), c <- c + W_old shift.
+    """Make a reader see u instead of scale * u + shift: W <- W diag(scale), c <- c + W_old shift.
 
     A matrix for scale is a dense fold: the reader saw scale @ u + shift, W <- W scale.
     """
@@ -120,7 +120,7 @@ class FoldReader:
 
 @dataclass(frozen=True, slots=True)
 class ScaleWriter:
-    """Let a writer write scale * f + shift: W <- diag(scale) W (or scale W for a matrix), c <- scale * c + shift.
+    """Make a writer write scale * f + shift: W <- diag(scale) W (or scale W for a matrix), c <- scale * c + shift.
 
     Where a linear's channels are several runs of the scale's (heads), each run is scaled alike.
     """

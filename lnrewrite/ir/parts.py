@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class Kind(enum.StrEnum):
-    """Say what a norm computes over its axis: u = (x - m) / s, then u * gamma + beta.
+    """Describe what a norm computes over its axis: u = (x - m) / s, then u * gamma + beta.
 
     layer: m = mean, s = sqrt(var + eps). rms: m = 0, s = sqrt(mean(x^2) + eps). std: m = mean, s = std + eps.
     l2: m = 0, s = max(|x|, eps), |x| + eps or sqrt(|x|^2 + eps). batch, group, instance: the statistics run over other
@@ -30,7 +30,7 @@ class Kind(enum.StrEnum):
 
 
 class Where(enum.StrEnum):
-    """Say where a norm sits: three sites of a block (in, out, post), inside its branch, or at a stream's ends."""
+    """Describe where a norm sits: three sites of a block (in, out, post), inside its branch, or at a stream's ends."""
 
     IN = "in"
     OUT = "out"
@@ -41,7 +41,7 @@ class Where(enum.StrEnum):
 
 
 class Side(enum.StrEnum):
-    """Say at which edge of a block a barrier stands.
+    """Describe at which edge of a block a barrier stands.
 
     read: between the trunk (or its in norm) and the readers. raw: the branch reads the bare trunk beside its norm.
     written: between the writers and the out norm or the trunk. ends: between the out norm and the trunk. added: a term
@@ -120,7 +120,7 @@ class Linear:
 
     @property
     def shared(self) -> bool:
-        """Say whether the parameter is used elsewhere too."""
+        """Return whether the parameter is used elsewhere too."""
         return self.uses > 1
 
 
@@ -198,7 +198,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Tell a backend where a block lives in its graph, by node name.
+    """Record for a backend where a block lives in its graph, by node name.
 
     `state` is the trunk value that the block reads (for post, the norm's output), `branch` the branch's last value
     before the add, `add` the node that adds it to the trunk and `skip` the add's other operand. Several adds of one

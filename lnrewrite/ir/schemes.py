@@ -21,7 +21,7 @@ def _all(stream: Stream, placement: Placement) -> bool:
 
 
 def _ends_in_norm(block: Block) -> bool:
-    """Say whether a norm inside the branch is all that its writers read."""
+    """Return whether a norm inside the branch is all that its writers read."""
     writers = {w.param for w in block.writers}
     inner = (s for s in block.sites if s.where is Where.INNER and not s.taps)
     return bool(writers) and any({r.param for r in s.readers} == writers for s in inner)

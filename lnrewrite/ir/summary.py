@@ -1,4 +1,4 @@
-"""Say what was seen in a model as the JSON object of `lnrewrite inspect --json`."""
+"""Describe what was seen in a model as the JSON object of `lnrewrite inspect --json`."""
 
 from __future__ import annotations
 

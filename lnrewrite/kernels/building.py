@@ -26,7 +26,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror")
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Say what was built: the library, and with which compilers; `nvcc` is None where it is for CPUs alone."""
+    """Describe what was built: the library, and with which compilers; `nvcc` is None where it is for CPUs alone."""
 
     library: Path
     compiler: str

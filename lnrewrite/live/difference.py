@@ -1,4 +1,4 @@
-"""Say what tells two captured graphs apart in terms of the module they came from: a recipe for `rewritten.apply`.
+"""Describe what tells two captured graphs apart in terms of the module they came from: a recipe for `rewritten.apply`.
 
 Passes edit the graph. A value that the edits left alone is known by its name in both graphs, so each of its readers
 either reads it still, or reads it through new pieces (norms, factors), or reads what an erased norm or factor read.
@@ -120,7 +120,7 @@ class Difference:
                 self.wanted.setdefault(self.ports.root(p.name), {})[old.name, index] = self.term(q)
 
     def bias(self, reader: fx.Node, got: fx.Node) -> None:
-        """Let a linear map have a bias, as a parameter of its module."""
+        """Make a linear map have a bias, as a parameter of its module."""
         name = str(got.target)
         path, _, leaf = name.rpartition(".")
         holder = self.module.get_submodule(path) if self.ports.owner(reader.name) == path else None
@@ -130,7 +130,7 @@ class Difference:
         self.recipe.values[name] = name
 
     def known(self, node: fx.Node) -> bool:
-        """Say whether a value is made from one parameter that the module has."""
+        """Return whether a value is made from one parameter that the module has."""
         while node.op == "call_function" and len(node.all_input_nodes) == 1:
             node = node.all_input_nodes[0]
         return node.op == "get_attr" and str(node.target) in self.parameters
@@ -219,7 +219,7 @@ class Difference:
             self.place_before(name, tail, edges)
 
     def instead(self, name: str, wants: Sequence[Term]) -> Term:
-        """Let another value stand for an erased one: by another piece in place of a child, or without an operation."""
+        """Make another value stand for an erased one: by another piece in place of a child, or without an operation."""
         common = _common(wants)
         if common is None:
             self.fail(name, "its readers want different values")
@@ -255,7 +255,7 @@ class Difference:
             self.recipe.values |= {f"{at}.{leaf}": source for leaf, source in piece.params}
 
     def same(self, found: Found, piece: Piece) -> bool:
-        """Say whether a new norm is the old one but for the values of its gain and bias."""
+        """Return whether a new norm is the old one but for the values of its gain and bias."""
         spec, norm, has = dict(piece.spec), found.norm, dict(piece.params)
         alike = (spec["is"], spec.get("kind"), spec.get("eps")) == ("norm", norm.kind.value, norm.eps)
         own = {"weight": norm.gamma, "bias": norm.beta}

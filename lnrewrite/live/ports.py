@@ -107,11 +107,11 @@ class Ports:
         return Call(seen.path, tuple(takes), tuple((key, self.root(v)) for key, v in outputs if v is not None))
 
     def inside(self, path: str, name: str) -> bool:
-        """Say whether a node was made while a child ran."""
+        """Return whether a node was made while a child ran."""
         return path in self.stacks[name]
 
     def times(self, path: str) -> int:
-        """Say how often a child is called, under all of its names."""
+        """Return how often a child is called, under all of its names."""
         names = {m: n for n, m in self.module.named_modules()}
         paths = {n: names[m] for n, m in self.module.named_modules(remove_duplicate=False)}
         stacks = [n.meta.get("nn_module_stack") or {} for n in self.nodes.values()]
@@ -164,7 +164,7 @@ class Ports:
         return Spot(path, digest_of(source), index, ast.unparse(ops[index]))
 
     def side(self, spot: Spot, name: str, operand: str) -> str | None:
-        """Say on which side of an operation an operand stands: as the graph's node has it."""
+        """Return on which side of an operation an operand stands: as the graph's node has it."""
         inputs = [self.root(n.name) for n in self.nodes[name].args if isinstance(n, fx.Node)]
         if inputs.count(operand) != 1 or len(inputs) != 2:
             return None
@@ -202,7 +202,7 @@ def _line(node: fx.Node, function: Any) -> int | None:
 
 
 def _spells(op: ast.AST, kind: str) -> bool:
-    """Say whether an expression is an operation of that kind."""
+    """Return whether an expression is an operation of that kind."""
     if isinstance(op, (ast.BinOp, ast.AugAssign)):
         return isinstance(op.op, SIGNS[kind])
     called = op.func if isinstance(op, ast.Call) else None

@@ -215,7 +215,7 @@ class Value:
 
 
 class _Missing:
-    """Stand for a key that a dict lacks; one object, also in a copy."""
+    """Represent a key that a dict lacks; one object, also in a copy."""
 
     def __deepcopy__(self, memo: Any) -> _Missing:
         return self

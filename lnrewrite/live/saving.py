@@ -85,7 +85,7 @@ def seen_from(base: str, change: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_as_rewritten(module: Any) -> None:
-    """Let a rewritten transformers model save itself as what it is, and its parts refuse to save themselves."""
+    """Make a rewritten transformers model save itself as what it is, and its parts refuse to save themselves."""
     for name, part in module.named_modules():
         if hasattr(part, "save_pretrained") and hasattr(getattr(part, "config", None), "to_diff_dict"):
             vars(part)["save_pretrained"] = Refusing(name, type(module).__name__) if name else Saving(module)
@@ -98,7 +98,7 @@ def save_as_before(module: nn.Module) -> None:
 
 
 class Saving:
-    """Stand for a rewritten model's `save_pretrained`: what it writes opens as what the model is."""
+    """Represent a rewritten model's `save_pretrained`: what it writes opens as what the model is."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -117,7 +117,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Refusing:
-    """Stand for the `save_pretrained` of a part of a rewritten model, which would be written as unchanged."""
+    """Represent the `save_pretrained` of a part of a rewritten model, which would be written as unchanged."""
 
     name: str
     whole: str

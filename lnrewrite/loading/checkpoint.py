@@ -61,7 +61,7 @@ def empty_model(form: Form, dtype: torch.dtype, *, trust_remote_code: bool = Fal
 
 @contextlib.contextmanager
 def _meta_parameters() -> Iterator[None]:
-    """Let every parameter that a module registers be on the meta device: its memory is never touched."""
+    """Make every parameter that a module registers be on the meta device: its memory is never touched."""
     from torch.nn import Parameter
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -135,7 +135,7 @@ def _load(
 
 
 def _lacks_pooler(module: torch.nn.Module, missing: Iterable[str]) -> bool:
-    """Tell whether all that is missing is a pooler that the network's class can do without."""
+    """Return whether all that is missing is a pooler that the network's class can do without."""
     keys = list(missing)
     makers: list[Any] = [vars(cls)["__init__"] for cls in type(module).__mro__ if "__init__" in vars(cls)]
     optional = any("add_pooling_layer" in inspect.signature(made).parameters for made in makers[:-1])

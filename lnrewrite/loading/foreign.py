@@ -20,7 +20,7 @@ DEPTH = 64
 
 
 class Foreign(ValueError):
-    """Say in words what is wrong with content that came from elsewhere."""
+    """Signal what is wrong with content that came from elsewhere."""
 
 
 def read_object(content: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tell by its content what a MODEL is; its extension says nothing and nothing is unpickled or imported for it."""
+"""Describe by its content what a MODEL is; its extension says nothing and nothing is unpickled or imported for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Format(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Say what a MODEL is: its format, its path (None where it is a name), and what loading it would run.
+    """Describe what a MODEL is: its format, its path (None where it is a name), and what loading it would run.
 
     `unsafe` holds the `module.name`s and other hazards that only --trust-pickle allows; empty for plain weights.
     `name` is the MODEL as it was given.
@@ -57,7 +57,7 @@ class Form:
 
 
 def identify(model: str) -> Form:
-    """Tell what `model`, a path or a name, is: reads magic bytes, zip members, headers and pickle operations only.
+    """Return what `model`, a path or a name, is: reads magic bytes, zip members, headers and pickle operations only.
 
     Raises LnrewriteError: LN010 nothing of that name, LN011 none of the forms, LN015 damaged, LN028 a transformers
     folder whose files lead out of it.
@@ -104,7 +104,7 @@ def _nearest(path: Path) -> str:
 
 
 def _file(model: str, path: Path, stream: IO[bytes]) -> tuple[Format, tuple[str, ...]]:
-    """Tell what a file holds and what loading it would run. Raises LnrewriteError, Damaged, Foreign."""
+    """Return what a file holds and what loading it would run. Raises LnrewriteError, Damaged, Foreign."""
     start = stream.read(64)
     stream.seek(0)
     if not start:
@@ -125,7 +125,7 @@ def _file(model: str, path: Path, stream: IO[bytes]) -> tuple[Format, tuple[str,
 
 
 def _archive(model: str, stream: IO[bytes]) -> tuple[Format, tuple[str, ...]]:
-    """Tell what a zip holds by its members, below the one folder that torch puts them in."""
+    """Return what a zip holds by its members, below the one folder that torch puts them in."""
     try:
         with zipfile.ZipFile(stream) as archive:
             members = archive.namelist()
@@ -150,12 +150,12 @@ def _archive(model: str, stream: IO[bytes]) -> tuple[Format, tuple[str, ...]]:
 
 
 def _is_pickle(start: bytes) -> bool:
-    """Tell whether bytes start like a pickle: protocol 2 to 5 as its first operation."""
+    """Return whether bytes start like a pickle: protocol 2 to 5 as its first operation."""
     return start[0] == 0x80 and len(start) > 1 and 2 <= start[1] <= 5
 
 
 def _pickle(model: str, stream: IO[bytes], start: bytes) -> tuple[Format, tuple[str, ...]]:
-    """Tell weights from objects in a file that torch.save wrote before it wrote zips."""
+    """Distinguish weights from objects in a file that torch.save wrote before it wrote zips."""
     unsafe = unsafe_names(stream)
     if not start.startswith(LEGACY_MAGIC):
         runs = f" and would run {listed(unsafe)}" if unsafe else ""
@@ -207,7 +207,7 @@ def _varint(stream: IO[bytes]) -> int | None:
 
 
 def _folder(model: str, folder: Path) -> Form:
-    """Tell whether a folder is a transformers checkpoint, and that what would be read of it lies inside."""
+    """Return whether a folder is a transformers checkpoint, and that what would be read of it lies inside."""
     config = folder / "config.json"
     if not config.is_file():
         raise not_a_model(model, "the folder holds no config.json, so it is no transformers checkpoint")

@@ -278,7 +278,7 @@ def _built(form: Form, held: Any) -> Any:
 
 
 def _is_state(held: Mapping[Any, Any]) -> bool:
-    """Tell whether a mapping is a state dict: names to tensors, and at least one."""
+    """Return whether a mapping is a state dict: names to tensors, and at least one."""
     import torch
 
     return bool(held) and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in held.items())

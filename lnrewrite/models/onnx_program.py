@@ -136,11 +136,11 @@ class OnnxProgram(Seen):
         return id_limits(self.model)
 
     def is_ones(self, param: str) -> bool:
-        """Say whether every value of an initializer is one."""
+        """Return whether every value of an initializer is one."""
         return bool((self.values(param) == 1).all())
 
     def is_zeros(self, param: str) -> bool:
-        """Say whether every value of an initializer is zero."""
+        """Return whether every value of an initializer is zero."""
         return bool((self.values(param) == 0).all())
 
     def _held(self, param: str) -> ir.TensorProtocol | None:
@@ -194,7 +194,7 @@ class OnnxProgram(Seen):
 
     @property
     def narrow(self) -> bool:
-        """Say whether initializers are stored in float16, so that edits are rounded (the CPU does not run bfloat16)."""
+        """Return whether initializers are stored in float16, where edits are rounded (CPUs do not run bfloat16)."""
         return any(v.dtype == ir.DataType.FLOAT16 for v in self.model.graph.initializers.values())
 
     def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:

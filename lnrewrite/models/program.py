@@ -82,11 +82,11 @@ class Program(Seen):
         return dict(zip(self.example_inputs(), axes, strict=False))
 
     def is_ones(self, param: str) -> bool:
-        """Say whether every value of a parameter is one (unknown values are not)."""
+        """Return whether every value of a parameter is one (unknown values are not)."""
         return self._all(param, 1.0)
 
     def is_zeros(self, param: str) -> bool:
-        """Say whether every value of a parameter is zero (unknown values are not)."""
+        """Return whether every value of a parameter is zero (unknown values are not)."""
         return self._all(param, 0.0)
 
     def _all(self, param: str, number: float) -> bool:
@@ -172,7 +172,7 @@ class Program(Seen):
 
     @property
     def narrow(self) -> bool:
-        """Say whether parameters are stored in fewer than 32 bits, so that edits are rounded."""
+        """Return whether parameters are stored in fewer than 32 bits, so that edits are rounded."""
         return any(p.dtype in (torch.float16, torch.bfloat16) for p in self._capture.module.parameters())
 
     def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:

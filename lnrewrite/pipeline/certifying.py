@@ -50,7 +50,7 @@ SIDES = {Where.IN: Side.READ, Where.OUT: Side.WRITTEN, Where.POST: Side.CARRIED}
 
 
 class Certifiable(Provable, Protocol):
-    """Say what a program needs so that its picture can be certified."""
+    """Describe what a program needs so that its picture can be certified."""
 
     @property
     def network(self) -> Network: ...

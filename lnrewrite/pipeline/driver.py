@@ -164,7 +164,7 @@ def _finite(drift: Mapping[str, Any]) -> None:
 
 
 def _blind(network: Network) -> tuple[str, ...]:
-    """Say that there was nothing to work on and why, and what works as a norm and is none that is known."""
+    """Return the report of a run that had nothing to work on, with the reason and the norms that are not known."""
     odd = unknown_norms(network.refusals)
     if network.blocks:
         return odd
@@ -172,7 +172,7 @@ def _blind(network: Network) -> tuple[str, ...]:
 
 
 def _unproved(done: Sequence[Done]) -> tuple[str, ...]:
-    """Say that exact passes edited a model that could not be run."""
+    """Return the note that exact passes edited a model that could not be run."""
     if not any(d.unproved for d in done):
         return ()
     why = "the model holds no weights or takes no made-up inputs"
@@ -180,13 +180,13 @@ def _unproved(done: Sequence[Done]) -> tuple[str, ...]:
 
 
 def _doubted(done: Sequence[Done]) -> tuple[str, ...]:
-    """Say what of the picture did not hold where it was tried, so that a pass took it for a barrier."""
+    """Return what of the picture did not hold where it was tried, so that a pass took it for a barrier."""
     found = (str(r) for d in done for r in d.network.refusals if isinstance(r, Refusal) and r.code == "LN208")
     return tuple(dict.fromkeys(found))
 
 
 def _rounding(exactness: Exactness, drift: dict[str, Any] | None) -> tuple[str, ...]:
-    """Say what the drift of an exact pipeline is: the rounding of what it stored."""
+    """Return what the drift of an exact pipeline is: the rounding of what it stored."""
     if drift is None or exactness >= Exactness.CALIBRATED:
         return ()
     return ("the edits are exact; the drift is the rounding of weights that are stored in half precision",)

@@ -55,7 +55,7 @@ class Feed:
         return {"data": name} | figures | {"data": name, "held_out": bool(rest)}
 
     def notes(self, drift: dict[str, Any] | None) -> tuple[str, ...]:
-        """Say in plain words what the figures of this run rest on."""
+        """Return what the figures of this run rest on."""
         notes = []
         if self.given is None and "batches" in vars(self):
             chosen = ", of which those that take the captured path," if self.program.fixed_paths else ""

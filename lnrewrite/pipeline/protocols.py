@@ -86,7 +86,7 @@ def gain_of(norm: Norm, values: Callable[[str], Any]) -> Any:
 
 
 class Model(Protocol):
-    """Say what `Pipeline.run` needs of a program; the program is never changed, `apply` returns another one."""
+    """Describe what `Pipeline.run` needs of a program; the program is never changed, `apply` returns another one."""
 
     @property
     def network(self) -> Network: ...
@@ -107,7 +107,7 @@ class Model(Protocol):
 
     @property
     def narrow(self) -> bool:
-        """Say whether weights are stored in fewer than 32 bits, so that edits are rounded."""
+        """Return whether weights are stored in fewer than 32 bits, so that edits are rounded."""
         ...
 
     def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:

@@ -95,5 +95,5 @@ def _load(entry: EntryPoint, error: type[LnrewriteError]) -> type[Any]:
 
 
 def _origin(entry: EntryPoint) -> str:
-    """Say where an entry point comes from: its address, and the distribution where one is known."""
+    """Return where an entry point comes from: its address, and the distribution where one is known."""
     return f"{entry.value} ({entry.dist.name})" if entry.dist else entry.value

@@ -1,4 +1,4 @@
-"""Say what a pipeline did: the JSON of `convert`, `opt` and `export`, and a page for a person to read."""
+"""Describe what a pipeline did: the JSON of `convert`, `opt` and `export`, and a page for a person to read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Tell, before an edit, the relative squared error that it should cause at its own site, and why."""
+    """Describe, before an edit, the relative squared error that it should cause at its own site, and why."""
 
     site: str
     error: float | None
@@ -76,7 +76,7 @@ class Form:
 
 
 def unknown_norms(refusals: Iterable[object]) -> tuple[str, ...]:
-    """Say what works as a norm in a model and is none that is known, for norms may now stand beside it."""
+    """Return what works as a norm in a model and is none that is known, for norms may now stand beside it."""
     rows = [r for r in refusals if isinstance(r, Refusal) and r.code == "LN205"]
     if not rows:
         return ()

@@ -1,4 +1,4 @@
-"""Tell edits that keep what a model computes from those that do not, by carrying them out and looking."""
+"""Describe edits that keep what a model computes from those that do not, by carrying them out and looking."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REMEDY = "the edit is left out; please report this model, it shows a fault of ln
 
 
 class Proof(Enum):
-    """Say what of a pipeline is proved: nothing, what each stretch of exact passes made, or every edit by itself."""
+    """Describe what of a pipeline is proved: nothing, each stretch of exact passes, or every edit by itself."""
 
     NONE = 0
     AT_ENDS = 1
@@ -32,7 +32,7 @@ class Unproved(LnrewriteError):
 
 
 class Provable(Protocol):
-    """Say what a program needs so that edits of it can be proved."""
+    """Describe what a program needs so that edits of it can be proved."""
 
     def evidence(self, seed: int) -> Any | None: ...
     def apply(self, edits: Edits, label: str, *, consume: bool = False) -> tuple[Self, int]: ...
@@ -49,7 +49,7 @@ class Witness:
         self.seed, self.each, self.called, self.evidence = seed, each, False, None
 
     def call(self, program: Provable) -> None:
-        """Let the program say what it computes, before it is edited."""
+        """Make the program say what it computes, before it is edited."""
         if not self.called:
             self.called, self.evidence = True, program.evidence(self.seed)
 

@@ -79,7 +79,7 @@ def refit(model: nn.Module, record: Mapping[str, Any]) -> None:
 
 
 def stand_in(config: Any, original: Any, network: Any) -> None:
-    """Let transformers find a config's own base network, in any head, and the original's tokenizer and processors.
+    """Make transformers find a config's own base network, in any head, and the original's tokenizer and processors.
 
     Its auto classes go by the name of the config's class; pipelines and the Trainer go by those of the models' classes.
     """

@@ -79,7 +79,7 @@ def record_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def written_by_us(folder: Path, content: Mapping[str, Any]) -> bool:
-    """Say whether the only code of a folder is the modeling file that this version would write for its config."""
+    """Return whether the only code of a folder is the modeling file that this version would write for its config."""
     record, code = record_of(content), content.get("auto_map")
     if record is None or not isinstance(code, dict):
         return False

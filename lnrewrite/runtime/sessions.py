@@ -43,7 +43,7 @@ def session(
 
 
 def holds_operators(path: str | os.PathLike[str]) -> bool:
-    """Say whether a file holds operators of lnrewrite."""
+    """Return whether a file holds operators of lnrewrite."""
     return any(opset.domain == DOMAIN for opset in onnx.load(path, load_external_data=False).opset_import)
 
 

@@ -71,7 +71,7 @@ def _taken(program: Any, net: Net) -> list[int]:
 
 
 def _captured(program: Any, given: Sequence[Any], wanted: Outputs) -> str:
-    """Say whether a captured program computes what the net does."""
+    """Return whether a captured program computes what the net does."""
     try:
         error = _away(program, given, wanted)
     except Exception as fault:

@@ -1,4 +1,4 @@
-"""Say what of a command's end is not clean."""
+"""Describe what of a command's end is not clean."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ BASE_FIRST = {"bert", "roberta", "electra", "camembert", "data2vec-text", "ernie
 
 
 class Unbuilt(Exception):
-    """Say that an architecture cannot be built small, or fed."""
+    """Signal that an architecture cannot be built small, or fed."""
 
 
 def transformers_version() -> str:

@@ -219,7 +219,7 @@ def post(layers: int = 2, norm: Factory = layer, **more: Any) -> Net:
 
 
 class Hybrid(nn.Module):
-    """Let attention read the raw trunk and the MLP's skip start at the norm (HybridNorm)."""
+    """Make attention read the raw trunk and the MLP's skip start at the norm (HybridNorm)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ class Hyper(nn.Module):
 
 
 class Reversible(nn.Module):
-    """Let two halves of the stream write each other in turn (RevNet)."""
+    """Make two halves of the stream write each other in turn (RevNet)."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()

@@ -163,7 +163,7 @@ def streams(draw: Any, placements: tuple[Placement, ...] = tuple(Placement)) -> 
 
 
 def _tie(blocks: list[Block]) -> list[Block]:
-    """Let the last block use the first one's first reader, and mark both."""
+    """Make the last block use the first one's first reader, and mark both."""
     old, source = blocks[-1].readers[0], blocks[0].readers[0]
     tied = Linear(source.param, source.axis, source.bias, uses=2)
 
@@ -198,7 +198,7 @@ def _invent(stream: Stream, seed: int, plain: bool) -> Machine:
 
 
 def context(machine: Machine, network: Network | None = None) -> Context:
-    """Let a pass look at a machine as at a program."""
+    """Make a pass look at a machine as at a program."""
 
     def samples() -> NoReturn:
         raise AssertionError("an exact pass asks for no samples")

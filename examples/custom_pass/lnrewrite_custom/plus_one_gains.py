@@ -60,7 +60,7 @@ def _sites(stream: Stream) -> Iterator[tuple[str, str, Site]]:
 
 
 def _idle(name: str, site: Site) -> str:
-    """Say why a site is none of this pass's business, or nothing."""
+    """Return why a site is none of this pass's business, or nothing."""
     if site.norm.gamma is None:
         return "the norm has no gain"
     if site.norm.plus_one:

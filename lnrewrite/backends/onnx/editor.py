@@ -51,7 +51,7 @@ class OnnxEditor:
         return edges + [Edge(value, ("output",), slot) for slot in outputs]
 
     def redirect(self, edge: Edge[ir.Value], new: ir.Value) -> None:
-        """Let one reader read `new`, cast where that has another dtype; a graph output keeps its name."""
+        """Make one reader read `new`, cast where that has another dtype; a graph output keeps its name."""
         (node, index), old = edge.slot, edge.operand
         if old.dtype is not None and new.dtype != old.dtype:
             new = self.cast(new, old.dtype)
@@ -114,7 +114,7 @@ class OnnxEditor:
         return self.node("Sub", [x, mean], x, f"{x.name}.centred")
 
     def untie(self, linear: ir.Value, param: str, fresh: str) -> None:
-        """Let one node read its own copy of an initializer."""
+        """Make one node read its own copy of an initializer."""
         old, tensor, node = self.graph.initializers[param], self.tensor(param), linear.producer()
         name, dtype, shape = self.unique(fresh), tensor.dtype, ir.Shape(tensor.shape.numpy())
         lazy = ir.LazyTensor(lambda: ir.Tensor(tensor.numpy(), dtype=dtype, name=name), dtype, shape, name=name)
@@ -155,7 +155,7 @@ class OnnxEditor:
         return total
 
     def has(self, param: str) -> bool:
-        """Say whether there is an initializer of that name."""
+        """Return whether there is an initializer of that name."""
         return param in self.graph.initializers
 
     def holds_value(self, param: str) -> bool:

@@ -85,7 +85,7 @@ def _reason(error: BaseException) -> str:
 def norm_operator(
     x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, operator: str, eps: float, site: str
 ) -> torch.Tensor:
-    """Stand for a norm operator of ONNX in a graph that is traced: it has a shape and no values."""
+    """Represent a norm operator of ONNX in a graph that is traced: it has a shape and no values."""
     inputs = (x, scale) if bias is None else (x, scale, bias)
     attributes: dict[str, Any] = {"axis": -1, "epsilon": eps, "stash_type": 1}
     props = {SITE: site}
@@ -328,7 +328,7 @@ def _leaves(spec: Any, name: str = "") -> Iterator[str]:
 
 
 def _valued(node: fx.Node) -> bool:
-    """Say whether a node holds a value that ONNX has a place for."""
+    """Return whether a node holds a value that ONNX has a place for."""
     return node.meta.get("val") is not None
 
 

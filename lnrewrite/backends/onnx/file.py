@@ -61,7 +61,7 @@ def _unknown_sizes(model: ir.Model) -> None:
 
 
 def stamp(model: ir.Model, **provenance: str) -> None:
-    """Say in the model's metadata where it comes from: under `lnrewrite.<key>`."""
+    """Write into the model's metadata where it comes from: under `lnrewrite.<key>`."""
     model.metadata_props.update({f"lnrewrite.{key}": value for key, value in provenance.items()})
 
 

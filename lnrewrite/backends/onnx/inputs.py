@@ -142,6 +142,6 @@ def _divisors(model: ir.Model) -> list[int]:
 
 
 def _sums(sizes: Sizes) -> dict[str, tuple[str, str]]:
-    """Tell which sizes are the sum of two others."""
+    """Return which sizes are the sum of two others."""
     pairs = list(itertools.combinations(sizes, 2))
     return {s: p for s, n in sizes.items() for p in pairs if s not in p and sizes[p[0]] + sizes[p[1]] == n}

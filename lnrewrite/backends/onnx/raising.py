@@ -45,7 +45,7 @@ def raise_norms(
 
 
 def _beyond(found: Found, graph: OpGraph) -> str:
-    """Say why no operator computes a norm; empty where one does."""
+    """Return why no operator computes a norm; empty where one does."""
     norm, width = found.norm, graph.width(found.source, found.axis)
     if norm.kind not in OPERATORS:
         return f"no operator computes a norm of kind {norm.kind}"

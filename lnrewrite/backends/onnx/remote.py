@@ -21,11 +21,11 @@ from .server import Arrays, receive, send
 
 
 class Died(Exception):
-    """Tell that ONNX Runtime's process died, and of what."""
+    """Signal that ONNX Runtime's process died, and of what."""
 
 
 class Failed(Exception):
-    """Tell what ONNX Runtime says against a model, a library or inputs."""
+    """Signal what ONNX Runtime says against a model, a library or inputs."""
 
 
 class Server:

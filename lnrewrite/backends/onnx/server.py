@@ -70,7 +70,7 @@ def outputs(session: Any, feed: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def bounded(more: int) -> None:
-    """Let this process take so many more bytes of memory from now on, where the system counts them (Linux)."""
+    """Make this process take so many more bytes of memory from now on, where the system counts them (Linux)."""
     with suppress(ImportError, OSError, StopIteration, ValueError):
         import resource
 

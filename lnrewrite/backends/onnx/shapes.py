@@ -1,4 +1,4 @@
-"""Say what shapes ONNX Runtime's own operators give, so that shape inference does not stop at them."""
+"""Describe what shapes ONNX Runtime's own operators give, so that shape inference does not stop at them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _meanings(model: ir.Model) -> Iterator[None]:
 
 @contextmanager
 def _products(graph: ir.Graph) -> Iterator[None]:
-    """Let products with packed weights be, for a while, products with a weight [K, N] that is an input."""
+    """Make products with packed weights be, for a while, products with a weight [K, N] that is an input."""
     was = [(n, n.inputs) for n in graph if (n.domain, n.op_type) == (CONTRIB, "MatMulNBits")]
     count = len(graph.inputs)
     for index, (node, inputs) in enumerate(was):

@@ -181,7 +181,7 @@ def quiet() -> Iterator[None]:
 
 
 def _frozen(module: nn.Module) -> str:
-    """Say what train() cannot switch in a graph captured in eval mode."""
+    """Return what train() cannot switch in a graph captured in eval mode."""
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
         return "batch norm"
     rates = [v for m in module.modules() if not isinstance(m, nn.Dropout) for k, v in vars(m).items() if "dropout" in k]

@@ -53,7 +53,7 @@ def check(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kw
 
 
 def _wrong(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Say what is wrong with a program on the inputs that it was captured with; empty where nothing is."""
+    """Return what is wrong with a program on the inputs that it was captured with; empty where nothing is."""
     try:
         run(captured, args, kwargs)
     except Exception as error:

@@ -44,7 +44,7 @@ class FxEditor:
         return [Edge(value, (user.name,), user) for user in value.users]
 
     def redirect(self, edge: Edge[fx.Node], new: fx.Node) -> None:
-        """Let one reader read `new`."""
+        """Make one reader read `new`."""
         edge.slot.replace_input_with(edge.operand, new)
 
     def norm(self, name: str, x: fx.Node, norm: Norm, at: fx.Node) -> fx.Node:
@@ -85,7 +85,7 @@ class FxEditor:
             return self.call(aten.sub.Tensor, (x, mean), x)
 
     def untie(self, linear: fx.Node, param: str, fresh: str) -> None:
-        """Let one node read its own copy of a parameter, under another name that the parameter has or a new one."""
+        """Make one node read its own copy of a parameter, under another name that the parameter has or a new one."""
         tensor = self.module.get_parameter(param)
         tied = [n for n, p in self.module.named_parameters(remove_duplicate=False) if p is tensor and n != param]
         owner = [path for path, _ in (linear.meta.get("nn_module_stack") or {}).values()]
@@ -102,7 +102,7 @@ class FxEditor:
         linear.replace_input_with(path[0], copy)
 
     def holds(self, node: fx.Node, tensor: torch.Tensor) -> bool:
-        """Say whether a node gets this parameter."""
+        """Return whether a node gets this parameter."""
         name = str(node.target)
         return node.op == "get_attr" and self.has(name) and self.module.get_parameter(name) is tensor
 
@@ -121,7 +121,7 @@ class FxEditor:
         return total
 
     def has(self, param: str) -> bool:
-        """Say whether there is a parameter of that name."""
+        """Return whether there is a parameter of that name."""
         try:
             self.module.get_parameter(param)
         except AttributeError:

@@ -105,7 +105,7 @@ def read_by(module: nn.Module, args: Any, kwargs: Any) -> Reads:
 
 
 def mark(module: fx.GraphModule, text: str) -> None:
-    """Say in a graph that something was fixed which no assertion of it tells."""
+    """Mark in a graph that something was fixed which no assertion of it tells."""
     with module.graph.inserting_before(module.graph.output_node()):
         true = module.graph.call_function(torch.ops.aten.full.default, ([], True), {"dtype": torch.bool})
         module.graph.call_function(ASSERT, (true, FIXED + text))

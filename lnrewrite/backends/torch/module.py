@@ -24,7 +24,7 @@ VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 @dataclass(frozen=True)
 class Signature:
-    """Say how the original was called and what of it was captured.
+    """Describe how the original was called and what of it was captured.
 
     names: the parameters of its forward. positional, keywords: the captured inputs in order, constants left out.
     constants: inputs that were not tensors; a call may repeat them and cannot change them. frozen: what train()

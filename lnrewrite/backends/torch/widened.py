@@ -114,7 +114,7 @@ def in_float64(module: nn.Module) -> nn.Module:
 
 
 class Float64(TorchFunctionMode):
-    """Let casts to lower precision inside a model go to float64 instead: libraries cast inside norms and softmax."""
+    """Make casts to lower precision inside a model go to float64 instead: libraries cast inside norms and softmax."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
