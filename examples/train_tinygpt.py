@@ -43,8 +43,7 @@ def sources(root: Path, seed: int) -> tuple[bytes, bytes, bytes]:
     kept = [
         path
         for path in paths
-        if not EXCLUDED.intersection(path.parts)
-        and not path.parts[0].startswith(("config-", "_sysconfigdata"))
+        if not EXCLUDED.intersection(path.parts) and not path.parts[0].startswith(("config-", "_sysconfigdata"))
     ]
     training = [path for path in kept if path.as_posix() not in HELD_OUT]
     random.Random(seed).shuffle(training)
@@ -82,9 +81,7 @@ def schedule(step: int, steps: int, warmup: int) -> float:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path(demo.__file__).parent, show_default="the package"
-)
+@click.option("--out", type=click.Path(path_type=Path), default=Path(demo.__file__).parent, show_default="the package")
 @click.option("--steps", default=13000, help="Optimizer steps.")
 @click.option("--batch-size", default=16, help=f"Windows of {CONTEXT} bytes per step.")
 @click.option("--lr", default=2e-3, help="Peak learning rate.")
@@ -92,9 +89,7 @@ def schedule(step: int, steps: int, warmup: int) -> float:
 @click.option("--every", default=500, help="Steps between evaluations.")
 @click.option("--threads", default=2, help="CPU threads.")
 @click.option("--seed", default=0, help="Seed of weights, file order and batches.")
-def main(
-    out: Path, steps: int, batch_size: int, lr: float, warmup: int, every: int, threads: int, seed: int
-) -> None:
+def main(out: Path, steps: int, batch_size: int, lr: float, warmup: int, every: int, threads: int, seed: int) -> None:
     """Train tinygpt and write tinygpt.safetensors, heldout.txt and calibration.txt to OUT."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)

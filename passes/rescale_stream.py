@@ -115,9 +115,7 @@ class RescaleStream:
         except Closed as closed:
             return proposal(stream, (), closed.why, refusals=(closed.refusal(stream.name),))
         edits = (*edits, *fit.arms())
-        return proposal(
-            stream, edits, "nothing to scale", refusals=tuple(fit.left()), vectors=scaled.vectors
-        )
+        return proposal(stream, edits, "nothing to scale", refusals=tuple(fit.left()), vectors=scaled.vectors)
 
 
 @dataclass

@@ -16,8 +16,8 @@ import lnrewrite as lnr
 from lnrewrite.cli.tables import timings
 from lnrewrite.runtime import benching
 
-A = 'g (float[n,4] x) => (float[n,4] y) { y = Relu (x) }'
-B = 'g (float[n,4] x) => (float[n,4] y) { y = Neg (x) }'
+A = "g (float[n,4] x) => (float[n,4] y) { y = Relu (x) }"
+B = "g (float[n,4] x) => (float[n,4] y) { y = Neg (x) }"
 SLOW = (1.0, 8.0, 2.0, 4.0)
 FACTOR = (2.0, 3.0, 5.0, 4.0)
 Write = Callable[[str, str], str]
@@ -119,8 +119,8 @@ def test_the_table_fits_a_page_and_states_the_threads(models: list[str], monkeyp
 
 
 def test_models_get_one_input_in_the_types_and_by_the_names_that_they_declare(write: Write) -> None:
-    first = write("first", 'g (float[n,4] x, float[n,4] mask) => (float[n,4] y) { y = Add (x, mask) }')
-    half = write("half", 'g (float16[n,4] x) => (float16[n,4] y) { y = Relu (x) }')
+    first = write("first", "g (float[n,4] x, float[n,4] mask) => (float[n,4] y) { y = Add (x, mask) }")
+    half = write("half", "g (float16[n,4] x) => (float16[n,4] y) { y = Relu (x) }")
     given = {"x": [[1.0, 2.0, 3.0, 4.0]], "mask": [[0.0, 0.0, 0.0, 0.0]]}
     one, other = benching._opened([first, half], given, 0)
     assert one.feed.keys() == {"x", "mask"} and other.feed.keys() == {"x"}

@@ -88,8 +88,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_example_is_found_and_exact(installed: Path) -> None:
     path = os.pathsep.join([str(installed), str(ROOT)])
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | {"PYTHONPATH": path}, cwd=installed,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=installed,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 

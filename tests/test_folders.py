@@ -173,7 +173,7 @@ def test_half_precision_and_prefixes(room: Path, tmp_path: Path) -> None:
     after = weights(tmp_path / "out")
     assert after.keys() == state.keys() and {t.dtype for t in after.values()} == {torch.bfloat16}
     assert bool((after["layers.0.input_layernorm.weight"] == 1).all())
-    want = (state["layers.0.mlp.up_proj.weight"].double() * state["layers.0.post_attention_layernorm.weight"].double())
+    want = state["layers.0.mlp.up_proj.weight"].double() * state["layers.0.post_attention_layernorm.weight"].double()
     assert torch.equal(after["layers.0.mlp.up_proj.weight"], want.bfloat16())
 
 

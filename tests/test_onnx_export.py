@@ -191,9 +191,7 @@ def test_equal_parameters_stay_apart() -> None:
     assert model.graph.initializers.keys() >= dict(module.named_parameters()).keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "opset"), rows(product(("gpt2", "bert", "t5"), (18, 23)), sample=[("bert", 23)])
-)
+@pytest.mark.parametrize(("name", "opset"), rows(product(("gpt2", "bert", "t5"), (18, 23)), sample=[("bert", 23)]))
 def test_padding_on_the_left_gives_torchs_numbers(name: str, opset: int) -> None:
     """Rows of a mask that hide everything are zero in torch; a mean of all values, or NaN, would be as easy."""
     module, inputs = built(name)

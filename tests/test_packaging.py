@@ -70,8 +70,9 @@ def test_the_installed_wheel_works_from_elsewhere(wheel: Path, tmp_path: Path) -
         f"assert lnrewrite.__file__.startswith({str(tmp_path)!r}), lnrewrite.__file__;"
         "print(*(registry.find(n).__module__ for n in registry.available()), lnrewrite.Pipeline.preset('exact'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)},
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "lnrewrite.passes.fold_affine" in done.stdout and "canonicalize,fold-affine" in done.stdout
 

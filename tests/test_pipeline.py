@@ -229,9 +229,7 @@ class Machine:
         self.log.append(f"apply {label}")
         done = [(e.target, o) for _, p in edits for e in p.edits for o in e.operations]
         put = {(target, o.where): o.norm for target, o in done if isinstance(o, SetNorm)}
-        streams = tuple(
-            replace(s, blocks=tuple(self._block(b, put) for b in s.blocks)) for s in self.network.streams
-        )
+        streams = tuple(replace(s, blocks=tuple(self._block(b, put) for b in s.blocks)) for s in self.network.streams)
         return Machine(replace(self.network, streams=streams), self.log), len(put)
 
     def _block(self, block: Block, put: Mapping[tuple[str, Where], Norm | None]) -> Block:
@@ -326,8 +324,13 @@ def test_run_applies_reports_and_leaves_the_program_alone(script: Any) -> None:
     assert (found["placement_before"], found["placement_after"]) == ("pre", "peri")
     assert found["exactness"] == "calibrated"
     assert found["drift"] == {
-        "data": "synthetic", "samples": 2, "relative_error": 0.0125, "cosine": 0.999, "kl": None,
-        "top1_agreement": 1.0, "held_out": True,
+        "data": "synthetic",
+        "samples": 2,
+        "relative_error": 0.0125,
+        "cosine": 0.999,
+        "kl": None,
+        "top1_agreement": 1.0,
+        "held_out": True,
     }
     assert found["sites"][1] == {"site": "h.1", "expected": 0.01, "note": "fitted"}
     assert found["not_applicable"][0] == {"pass": "options", "site": "one", "why": "nothing to do"}
@@ -343,8 +346,15 @@ def test_without_edits_the_class_is_structural_and_nothing_is_measured(script: A
     assert result.report.exactness is Exactness.STRUCTURAL and result.report.drift is None
 
 
-@pytest.mark.parametrize(("given", "log"), [(1, ["samples 1", "drift 1 False"]), (2, ["samples 1", "drift 1 True"]),
-                                            (5, ["samples 3", "drift 2 True"]), (8, ["samples 6", "drift 2 True"])])
+@pytest.mark.parametrize(
+    ("given", "log"),
+    [
+        (1, ["samples 1", "drift 1 False"]),
+        (2, ["samples 1", "drift 1 True"]),
+        (5, ["samples 3", "drift 2 True"]),
+        (8, ["samples 6", "drift 2 True"]),
+    ],
+)
 def test_calibration_data_are_split(script: Any, given: int, log: list[str]) -> None:
     before = machine()
     report = script(put_out).run(before, ((i,) for i in range(given)), data="mine.npz").report

@@ -134,7 +134,6 @@ def test_an_operator_that_is_read_wrongly_gives_no_number(name: str, monkeypatch
     assert called
 
 
-
 # ---- what is left out is told ----
 
 

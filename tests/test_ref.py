@@ -336,5 +336,7 @@ stream s width=5
     reads  @q:1
     writes @o:0
 """
+
+
 def test_sums_keep_execution_order() -> None:
     assert [[b.name for b in group] for group in sums(stream_of(POST))] == [["a", "b"], ["c"]]

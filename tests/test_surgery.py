@@ -466,9 +466,7 @@ def test_one_plus_w_gains(keep: bool) -> None:
     view = lift(model)
     site = need(seen(model).blocks[0].at(Where.IN))
     one = replace(site.norm, plus_one=True)
-    after, _ = operate(
-        model, lambda s, v: [(s.blocks[0].name, [SetNorm(Where.IN, one, None if keep else v.add(G))])]
-    )
+    after, _ = operate(model, lambda s, v: [(s.blocks[0].name, [SetNorm(Where.IN, one, None if keep else v.add(G))])])
     p = net.values()["h.0.in.weight"]
     gain = (1 + p) / p if keep else G / p
     assert_same(after, net, {"h.0.in": lambda u: u * gain})
@@ -595,9 +593,7 @@ def test_what_reads_the_state_beside_the_norm_keeps_reading_it() -> None:
     total = ir.node("Add", [reader.outputs[0], raw.outputs[0]])
     model.graph.insert_before(tanh, [raw, total])
     tanh.replace_input_with(0, total.outputs[0])
-    after, _ = operate(
-        model, lambda s, v: [(s.blocks[0].name, [SetNorm(Where.IN, None), Affine(Where.IN, v.add(G))])]
-    )
+    after, _ = operate(model, lambda s, v: [(s.blocks[0].name, [SetNorm(Where.IN, None), Affine(Where.IN, v.add(G))])])
     p, x = net.values(), tokens(net)
     state = x @ p["embed.weight"]
     branch = np.tanh(G * state @ p["h.0.up.weight"] + state.mean()) @ p["h.0.down.weight"]
@@ -642,9 +638,7 @@ def test_what_does_not_fit_is_refused() -> None:
     lost = replace(stream.blocks[0], anchor=replace(stream.blocks[0].anchor, add="nothing"))
     surgery = Surgery(OnnxEditor(model, view), view, vectors := Vectors())
     with pytest.raises(LnrewriteError, match="LN301 test:.*nothing that the plan speaks of reads"):
-        surgery.apply(
-            replace(stream, blocks=(lost,)), Edit(lost.name, (Affine(Where.OUT, vectors.add(G)),)), "test"
-        )
+        surgery.apply(replace(stream, blocks=(lost,)), Edit(lost.name, (Affine(Where.OUT, vectors.add(G)),)), "test")
 
 
 # ---- stored precision, and memory ----
@@ -653,9 +647,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT])
 def test_weights_keep_their_dtype_and_are_rounded_once(dtype: ir.DataType) -> None:
     net = Net("MatMul +", "in", dtype=dtype)
-    after, stream = operate(
-        Sheet(net).model(), lambda s, v: [(b.name, fold(need(b.at(Where.IN)))) for b in s.blocks]
-    )
+    after, stream = operate(Sheet(net).model(), lambda s, v: [(b.name, fold(need(b.at(Where.IN)))) for b in s.blocks])
     assert {v.dtype for v in after.graph.initializers.values()} == {dtype}
     p = {k: v.astype(dtype.numpy()).astype(np.float64) for k, v in net.values().items()}
     weight, held = p["h.0.up.weight"], after.graph.initializers["h.0.up.weight"].const_value
@@ -701,9 +693,7 @@ def test_no_weight_is_loaded_before_it_is_saved_nor_kept_afterwards(tmp_path: Pa
     ir.save(Sheet(net).model(), tmp_path / "a.onnx", external_data="a.data", size_threshold_bytes=0)
     model = ir.load(tmp_path / "a.onnx")
     before = {k: v.const_value for k, v in model.graph.initializers.items()}
-    after, _ = operate(
-        model, lambda s, v: [(b.name, [FoldReader(r, v.add(G)) for r in b.readers]) for b in s.blocks]
-    )
+    after, _ = operate(model, lambda s, v: [(b.name, [FoldReader(r, v.add(G)) for r in b.readers]) for b in s.blocks])
     held = {k: v.const_value for k, v in after.graph.initializers.items()}
     weights = [k for k in before if "up.weight" in k]
     assert all(isinstance(before[k], ir.ExternalTensor) and before[k].raw is None for k in weights)

@@ -372,4 +372,3 @@ def _tell(pipeline: Pipeline, report: Report, ending: str, as_json: bool, quiet:
         show(json.dumps(report.to_dict()))
     elif not quiet:
         show(f"pipeline   {pipeline}\n{report}{ending}")
-

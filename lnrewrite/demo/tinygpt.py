@@ -62,9 +62,7 @@ class TinyGPT(nn.Module):
     zero, both writers of each block divided by sqrt(2 * layers), so that depth does not inflate the stream.
     """
 
-    def __init__(
-        self, vocab: int = 256, layers: int = 6, width: int = 128, heads: int = 4, context: int = 128
-    ) -> None:
+    def __init__(self, vocab: int = 256, layers: int = 6, width: int = 128, heads: int = 4, context: int = 128) -> None:
         super().__init__()
         self.tok = nn.Embedding(vocab, width)
         self.pos = nn.Embedding(context, width)

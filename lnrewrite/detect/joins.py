@@ -165,9 +165,7 @@ def scaled(graph: OpGraph, name: str) -> str | None:
     return None
 
 
-def _join(
-    graph: OpGraph, total: str, states: set[str], refusals: list[Refusal], whole: Container[str]
-) -> Join | None:
+def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal], whole: Container[str]) -> Join | None:
     rank = len(graph[total].shape or ())
     if max(graph.width(total), graph.width(total, 1 - rank)) < 2:
         return None

@@ -33,13 +33,17 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
         n = site.norm
         neutral = is_zeros if n.plus_one else is_ones
         row: dict[str, Any] = {"where": str(site.where)} if where else {}
-        return row | {
-            "kind": str(n.kind),
-            "eps": n.eps,
-            "gamma": n.gamma is not None and (n.computed or not neutral(n.gamma)),
-            "beta": n.beta is not None and not is_zeros(n.beta),
-            "origin": list(site.origin[1:]),
-        } | ({"modulated": site.modulated} if site.modulated else {})
+        return (
+            row
+            | {
+                "kind": str(n.kind),
+                "eps": n.eps,
+                "gamma": n.gamma is not None and (n.computed or not neutral(n.gamma)),
+                "beta": n.beta is not None and not is_zeros(n.beta),
+                "origin": list(site.origin[1:]),
+            }
+            | ({"modulated": site.modulated} if site.modulated else {})
+        )
 
     def block(b: Block) -> dict[str, Any]:
         return {

@@ -207,5 +207,3 @@ def _spells(op: ast.AST, kind: str) -> bool:
         return isinstance(op.op, SIGNS[kind])
     called = op.func if isinstance(op, ast.Call) else None
     return isinstance(called, ast.Attribute) and called.attr in SPELT[kind]
-
-

@@ -164,7 +164,7 @@ def _finite(drift: Mapping[str, Any]) -> None:
 
 
 def _blind(network: Network) -> tuple[str, ...]:
-    """Return the report of a run that had nothing to work on, with the reason and the norms that are not known."""
+    """Return the notes of a run that had nothing to work on, and on what works as a norm and is not known."""
     odd = unknown_norms(network.refusals)
     if network.blocks:
         return odd

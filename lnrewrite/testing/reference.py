@@ -121,9 +121,7 @@ def _affine(machine: Machine, target: str, edit: Affine, resolve: Resolve) -> Ma
     here = (target, "before" if edit.before else str(edit.where))
     width = machine.stream.width
     scale, shift = (None if v is None else resolve(v, width) for v in (edit.scale, edit.shift))
-    return replace(
-        machine, affines={**machine.affines, here: (*machine.affines.get(here, ()), Inserted(scale, shift))}
-    )
+    return replace(machine, affines={**machine.affines, here: (*machine.affines.get(here, ()), Inserted(scale, shift))})
 
 
 def _drop_scale(machine: Machine, target: str, edit: DropScale) -> Machine:

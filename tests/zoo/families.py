@@ -55,9 +55,23 @@ SIZES: dict[int | float, str] = {
 BY_NAME = {name: value for value, names in SIZES.items() for name in names.split()}
 LAYERS = frozenset(
     {
-        "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "layers", "depth",
-        "num_encoder_layers", "num_decoder_layers", "num_layers_encoder", "num_attention_layers", "n_blocks",
-        "num_decoder_hidden_layers", "num_blocks", "encoder_num_hidden_layers", "decoder_num_hidden_layers",
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "encoder_layers",
+        "decoder_layers",
+        "layers",
+        "depth",
+        "num_encoder_layers",
+        "num_decoder_layers",
+        "num_layers_encoder",
+        "num_attention_layers",
+        "n_blocks",
+        "num_decoder_hidden_layers",
+        "num_blocks",
+        "encoder_num_hidden_layers",
+        "decoder_num_hidden_layers",
         "num_mamba_layers",
     }  # fmt: skip
 )
