@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from .backends.torch.capture import Capture, capture_module, from_program
 from .data.infer import infer_inputs, vocabulary_of
 from .data.inputs import Inputs, parse_inputs
-from .errors import LnrewriteError, told
+from .errors import Code, LnrewriteError, told
 from .loading.identify import Format, damaged, identify
 from .loading.open import open_module
 from .models.program import Program, capture, check_finite, need_onnx
@@ -78,7 +78,7 @@ def load(
         for axis, dimension in axes.items():
             if name in kwargs and axis not in free.get(name, {}):
                 why = f"the model fixes dimension {dimension} of {name} at {kwargs[name].shape[axis]}"
-                raise LnrewriteError("LN023", model, why, "give that dimension as a number")
+                raise LnrewriteError(Code.LN023, model, why, "give that dimension as a number")
     return program
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import unknown
+from .errors import Code, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def explain(code: str) -> str:
     """
     found = CATALOGUE.get(code.upper())
     if found is None:
-        unknown("LN001", "code", code, CATALOGUE)
+        unknown(Code.LN001, "code", code, CATALOGUE)
     return f"{code.upper()}: {found.title}\n\n{found.text}"
 
 

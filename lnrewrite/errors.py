@@ -7,14 +7,121 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 from typing import Any, NoReturn
+
+
+class Code(StrEnum):
+    """Name what happened; `lnrewrite explain` has a page for each. A code is never given to another cause.
+
+    A member is the string that users see: `error.code == "LN101"` holds, and JSON shows it as such.
+    """
+
+    # LN0xx: the command line, models to open, files and data
+    LN001 = "LN001"
+    LN002 = "LN002"
+    LN003 = "LN003"
+    LN004 = "LN004"
+    LN005 = "LN005"
+    LN006 = "LN006"
+    LN010 = "LN010"
+    LN011 = "LN011"
+    LN012 = "LN012"
+    LN013 = "LN013"
+    LN014 = "LN014"
+    LN015 = "LN015"
+    LN016 = "LN016"
+    LN017 = "LN017"
+    LN018 = "LN018"
+    LN019 = "LN019"
+    LN020 = "LN020"
+    LN021 = "LN021"
+    LN022 = "LN022"
+    LN023 = "LN023"
+    LN024 = "LN024"
+    LN025 = "LN025"
+    LN026 = "LN026"
+    LN027 = "LN027"
+    LN028 = "LN028"
+    LN029 = "LN029"
+    LN030 = "LN030"
+    LN031 = "LN031"
+    LN032 = "LN032"
+    LN033 = "LN033"
+    LN039 = "LN039"
+    # LN1xx: a pass addresses a site, and something blocks it
+    LN101 = "LN101"
+    LN102 = "LN102"
+    LN103 = "LN103"
+    LN104 = "LN104"
+    LN105 = "LN105"
+    LN110 = "LN110"
+    LN111 = "LN111"
+    LN112 = "LN112"
+    LN113 = "LN113"
+    LN114 = "LN114"
+    LN120 = "LN120"
+    LN121 = "LN121"
+    LN122 = "LN122"
+    LN123 = "LN123"
+    LN124 = "LN124"
+    LN125 = "LN125"
+    LN126 = "LN126"
+    LN127 = "LN127"
+    LN128 = "LN128"
+    LN129 = "LN129"
+    LN130 = "LN130"
+    # LN2xx: what detection finds in a model that no pass may touch
+    LN201 = "LN201"
+    LN202 = "LN202"
+    LN203 = "LN203"
+    LN204 = "LN204"
+    LN205 = "LN205"
+    LN207 = "LN207"
+    LN208 = "LN208"
+    # LN3xx: edits applied to a graph, a module or a folder
+    LN301 = "LN301"
+    LN310 = "LN310"
+    LN312 = "LN312"
+    LN313 = "LN313"
+    LN314 = "LN314"
+    # LN4xx: results compared and proved
+    LN402 = "LN402"
+    LN403 = "LN403"
+    LN404 = "LN404"
+    LN405 = "LN405"
+    # LN5xx: ONNX written and run
+    LN501 = "LN501"
+    LN502 = "LN502"
+    LN503 = "LN503"
+    LN520 = "LN520"
+    LN530 = "LN530"
+    LN531 = "LN531"
+    # LN6xx: healing
+    LN601 = "LN601"
+    LN602 = "LN602"
+    LN604 = "LN604"
+    LN605 = "LN605"
+    # Ctrl-C
+    INTERRUPTED = "interrupted"
+
+
+class Exit(IntEnum):
+    """Name the exit codes of the command line."""
+
+    DONE = 0
+    FAILED = 1  # a model, file or data problem, or a refusal: nothing is written
+    USAGE = 2  # the command line itself: an unknown command, option, pass or placement
+    PARTIAL = 3  # done with refusals, which --partial allows
+    DIFFERENT = 4  # verification failed
+    INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Record that a pass addresses `site` and what blocks it: a code of the catalogue, why, and what to do."""
 
-    code: str
+    code: Code
     site: str
     why: str
     remedy: str
@@ -30,13 +137,12 @@ class Refusal:
 class LnrewriteError(Exception):
     """Report a foreseeable failure in one line: code, what was asked, why it cannot be, what to do.
 
-    `exit_code` is what the command line returns: 1 a model, file or data problem, 2 the command line itself,
-    4 verification failed.
+    `exit_code` is what the command line returns.
     """
 
-    exit_code = 1
+    exit_code = Exit.FAILED
 
-    def __init__(self, code: str, what: str, why: str, remedy: str) -> None:
+    def __init__(self, code: Code, what: str, why: str, remedy: str) -> None:
         self.code, self.what, self.why, self.remedy = code, one_line(what), one_line(why), one_line(remedy)
         super().__init__(f"{code} {self.what}: {self.why}; {self.remedy}")
 
@@ -52,7 +158,7 @@ class LnrewriteError(Exception):
 class UsageError(LnrewriteError):
     """Report a wrong pass, option, placement or selection."""
 
-    exit_code = 2
+    exit_code = Exit.USAGE
 
 
 class Untrusted(LnrewriteError):
@@ -64,7 +170,7 @@ class Untrusted(LnrewriteError):
         first = (foreign or self.runs)[:4]
         more = f" and {len(self.runs) - len(first)} more (-v lists them)" if len(first) < len(self.runs) else ""
         remedy = "save the weights alone and give --factory, or trust the file with --trust-pickle"
-        super().__init__("LN012", what, f"loading it would run {', '.join(n[:60] for n in first)}{more}", remedy)
+        super().__init__(Code.LN012, what, f"loading it would run {', '.join(n[:60] for n in first)}{more}", remedy)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the `error` object of `--json`, with `runs`."""
@@ -143,6 +249,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
 
 
-def unknown(code: str, noun: str, word: str, known: Iterable[str]) -> NoReturn:
+def unknown(code: Code, noun: str, word: str, known: Iterable[str]) -> NoReturn:
     """Raise UsageError for a word that names nothing, with the nearest that does."""
     raise UsageError(code, f"{noun} {word!r}", f"there is no such {noun}", did_you_mean(word, known))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from lnrewrite.errors import LnrewriteError, Refusal
+from lnrewrite.errors import Code, LnrewriteError, Refusal
 from lnrewrite.ir import (
     Edit,
     Exactness,
@@ -90,7 +90,7 @@ class FoldAffine:
                 try:
                     scale, shift = _affine(site.norm, site.width or stream.width, context, vectors)
                 except LnrewriteError as error:
-                    refusals.append(Refusal("LN105", name, f"its gain is computed: {error.why}", error.remedy))
+                    refusals.append(Refusal(Code.LN105, name, f"its gain is computed: {error.why}", error.remedy))
                     continue
                 bare = replace(site.norm, gamma=None, beta=None, plus_one=False, computed=False)
                 readers = () if site in folded else [FoldReader(r, scale, shift) for r in dict.fromkeys(site.readers)]
@@ -124,14 +124,14 @@ def _blocked(name: str, site: Site) -> Iterator[Refusal]:
     """Yield what stands in the way of folding, most telling first."""
     if hidden := [tap for tap in site.taps if tap in {"linear", "matmul", "mm", "bmm", "conv"}]:
         why = f"a {hidden[0]} reads it whose weights are quantised, adapted or computed"
-        yield Refusal("LN104", name, why, "dequantise or merge the weights first")
+        yield Refusal(Code.LN104, name, why, "dequantise or merge the weights first")
     if site.taps or not site.readers:
         what = f"{site.taps[0]} reads it too" if site.taps else "no linear map reads it"
-        yield Refusal("LN101", name, f"{what}, so that the gain cannot go", "leave this norm its gain and bias")
+        yield Refusal(Code.LN101, name, f"{what}, so that the gain cannot go", "leave this norm its gain and bias")
     for reader in site.readers:
         if reader.shared:
-            yield Refusal("LN102", name, f"{reader.param} is used elsewhere too", "untie it before folding")
+            yield Refusal(Code.LN102, name, f"{reader.param} is used elsewhere too", "untie it before folding")
         if not reader.exact and site.norm.beta is not None:
             yield Refusal(
-                "LN103", name, f"{reader.param} has no place for a shift", "leave this norm its gain and bias"
+                Code.LN103, name, f"{reader.param} has no place for a shift", "leave this norm its gain and bias"
             )

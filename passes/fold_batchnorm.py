@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lnrewrite.algebra.basis import proposal
-from lnrewrite.errors import Refusal
+from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import (
     Block,
     Edit,
@@ -79,7 +79,7 @@ class FoldBatchnorm:
                 continue
             if not (site.norm.variance or site.norm.computed) or site.norm.over:
                 why = "its statistics are not stored"
-                refusals.append(Refusal("LN111", name, why, "capture the model in eval mode"))
+                refusals.append(Refusal(Code.LN111, name, why, "capture the model in eval mode"))
                 continue
             ways = list(_ways(site, block, stream, _affine(site, context, vectors)))
             if isinstance(ways[0], Refusal):
@@ -117,8 +117,8 @@ def _ways(
         yield (ScaleWriter(writers[0], a, s), *(ScaleWriter(w, a) for w in writers[1:]))
     if site.readers and not site.taps:
         if shared := [r.param for r in site.readers if r.shared]:
-            yield Refusal("LN102", "", f"{shared[0]} is used elsewhere too", "untie it first")
+            yield Refusal(Code.LN102, "", f"{shared[0]} is used elsewhere too", "untie it first")
         if bad := [r.param for r in site.readers if not r.exact]:
-            yield Refusal("LN103", "", f"{bad[0]} has no place for a shift", "leave this norm")
+            yield Refusal(Code.LN103, "", f"{bad[0]} has no place for a shift", "leave this norm")
         yield tuple(FoldReader(r, a, s) for r in site.readers)
-    yield Refusal("LN104", "", "no linear map stands alone before or behind it", "leave this norm")
+    yield Refusal(Code.LN104, "", "no linear map stands alone before or behind it", "leave this norm")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lnrewrite.algebra.basis import proposal
-from lnrewrite.errors import Refusal
+from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Edit, Exactness, Kind, Normalise, Proposal, SetNorm, Site, Stream, Where
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ def _refusal(stream: Stream, site: Site, name: str) -> Refusal | None:
     """Return what stands in the way, if anything."""
     tables = stream.sources
     if site.norm.kind not in (Kind.LAYER, Kind.RMS) or site.norm.over or site.norm.computed:
-        return Refusal("LN111", name, f"it is a {site.norm.kind} norm of a form that is not folded", "leave it")
+        return Refusal(Code.LN111, name, f"it is a {site.norm.kind} norm of a form that is not folded", "leave it")
     if stream.opaque or len(tables) != 1 or not tables[0].table or not tables[0].exact:
         what = stream.opaque or ("a scaled table" if len(tables) == 1 else f"a sum of {len(tables)} sources")
-        return Refusal("LN127", name, f"it reads {what}, not the rows of one table", "leave it")
+        return Refusal(Code.LN127, name, f"it reads {what}, not the rows of one table", "leave it")
     if tables[0].shared:
-        return Refusal("LN102", name, f"{tables[0].param} is used elsewhere too", "untie it first")
+        return Refusal(Code.LN102, name, f"{tables[0].param} is used elsewhere too", "untie it first")
     return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lnrewrite.algebra.basis import Closed, proposal
-from lnrewrite.errors import Refusal
+from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Edit, Exactness, Kind, Norm, Proposal, SetNorm, Stream, Vectors
 
 if TYPE_CHECKING:
@@ -83,18 +83,18 @@ class MergeNorms:
         """Return the one norm, and the factor of its gain. Raises Closed where there is none."""
         kinds = {top.kind, under.kind}
         if not kinds <= {Kind.LAYER, Kind.RMS} or top.computed or under.over:
-            raise Closed("LN111", f"a {top.kind} norm of a {under.kind} norm does not merge", "leave both")
+            raise Closed(Code.LN111, f"a {top.kind} norm of a {under.kind} norm does not merge", "leave both")
         if under.kind is Kind.RMS and top.kind is Kind.LAYER and not self.asymptotic:
             why = "a LayerNorm of an RMSNorm is one only as eps goes to 0"
-            raise Closed("LN129", why, "take asymptotic=true if the mean is small")
+            raise Closed(Code.LN129, why, "take asymptotic=true if the mean is small")
         c = 1.0
         if under.gamma is not None:
             gain: Any = context.gain(under) if not under.computed else np.array([0.0, 1.0])
             if not np.all(gain == gain.flat[0]) or gain.flat[0] == 0:
-                raise Closed("LN128", "the gain of the norm below differs from channel to channel", "leave both")
+                raise Closed(Code.LN128, "the gain of the norm below differs from channel to channel", "leave both")
             c = float(gain.flat[0])
         if under.beta is not None and np.any(context.values(under.beta)):
-            raise Closed("LN128", "the norm below has a bias", "leave both")
+            raise Closed(Code.LN128, "the norm below has a bias", "leave both")
         eps = under.eps * top.eps / (c * c + top.eps)
         kind = Kind.LAYER if Kind.LAYER in kinds else Kind.RMS
         return replace(top, kind=kind, eps=eps, over=None), copysign(1 / sqrt(1 + top.eps / (c * c)), c)

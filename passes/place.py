@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lnrewrite.algebra.placement import WRITABLE, Walk, switches, usual_norm
-from lnrewrite.errors import Refusal
+from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Block, Exactness, Placement, Proposal, Side, Stream, Where
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Place:
             edits = [] if together else [e for e in edits if e.target not in {r.site for r in refusals}]
             refusals += [
                 Refusal(
-                    "LN113", b.name, "another block of its stream cannot be converted", "select blocks with blocks="
+                    Code.LN113, b.name, "another block of its stream cannot be converted", "select blocks with blocks="
                 )
                 for b in moving
                 if not edits and b.name not in {r.site for r in refusals}
@@ -112,7 +112,7 @@ class Place:
         for block in (b for b in moving if b.name not in named):
             if block.at(Where.POST) and block.anchor.total not in sums:
                 why = "the norm behind it is the last of its stream, which stays"
-                refusals.append(Refusal("LN110", block.name, why, "choose post"))
+                refusals.append(Refusal(Code.LN110, block.name, why, "choose post"))
             else:
                 why = "its norm is the final one, or shared with a branch of the same sum and edited there"
                 skipped.append((block.name, why))
@@ -125,30 +125,35 @@ def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
     switched = held ^ wanted
     lost = [s for s in block.sites if s.where in held - wanted]
     if not wanted and any(s.where is Where.INNER and s.readers and not s.taps for s in block.sites):
-        return Refusal("LN110", block.name, "the norm inside its branch would stay", "choose pre, post, peri or output")
+        return Refusal(
+            Code.LN110, block.name, "the norm inside its branch would stay", "choose pre, post, peri or output"
+        )
     if any(s.norm.kind not in WRITABLE for s in lost):
         return Refusal(
-            "LN111", block.name, f"a {lost[0].norm.kind} norm cannot be moved", "choose a placement that keeps it"
+            Code.LN111, block.name, f"a {lost[0].norm.kind} norm cannot be moved", "choose a placement that keeps it"
         )
     if Where.IN in switched and (sum(s.where is Where.IN for s in block.sites) > 1 or block.barrier(Side.RAW)):
         return Refusal(
-            "LN110", block.name, "its branch reads the stream in several ways", "keep its in norms: to=pre or to=peri"
+            Code.LN110,
+            block.name,
+            "its branch reads the stream in several ways",
+            "keep its in norms: to=pre or to=peri",
         )
     if Where.POST in switched:
         group = [b for b in stream.blocks if b.anchor.total == block.anchor.total]
         if any(b not in moving for b in group):
             return Refusal(
-                "LN113", block.name, "branches of one sum have one trunk norm", "select all branches of the sum"
+                Code.LN113, block.name, "branches of one sum have one trunk norm", "select all branches of the sum"
             )
         if stream.taps:
             why = f"the raw trunk has another reader ({stream.taps[0]})"
             return Refusal(
-                "LN110", block.name, why, "choose post" if Where.POST in held else "choose pre, peri, output or none"
+                Code.LN110, block.name, why, "choose post" if Where.POST in held else "choose pre, peri, output or none"
             )
         if block.scale == 0 or any(s.vector for b in group for s in b.scaled("skip")):
             why = "its skip is scaled by zero, or by one number per channel"
-            return Refusal("LN114", block.name, why, "choose pre, peri or output")
+            return Refusal(Code.LN114, block.name, why, "choose pre, peri or output")
         if added := next((b for b in group if b.added or b.barrier(Side.ADDED)), None):
             why = f"the sum of {added.name} adds more than branches, which a trunk norm would scale"
-            return Refusal("LN114", block.name, why, "choose pre, peri, output or none")
+            return Refusal(Code.LN114, block.name, why, "choose pre, peri, output or none")
     return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from lnrewrite.algebra.basis import Basis, Closed, proposal
-from lnrewrite.errors import Refusal
+from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import (
     Affine,
     Arm,
@@ -162,7 +162,7 @@ class Fit:
             for node in block.anchor.inside:
                 if node not in free and self.limit < self.peaks.get(node, 0.0) < MASK:
                     why = f"it reaches {self.peaks[node]:.2g} inside {block.name}, where no factor can be moved"
-                    yield Refusal("LN130", node, why, "keep this branch in float32 or bfloat16")
+                    yield Refusal(Code.LN130, node, why, "keep this branch in float32 or bfloat16")
 
 
 @dataclass
@@ -188,7 +188,9 @@ class _Scaled(Basis):
         if site.norm.kind not in (Kind.LAYER, Kind.RMS) or site.norm.over:
             who = site_name(block, site) if block else f"the {site.where} norm"
             what = "a norm of a norm" if site.norm.over else f"a {site.norm.kind} norm"
-            raise Closed("LN111", f"{who} is {what}", "run merge-norms first" if site.norm.over else "leave the stream")
+            raise Closed(
+                Code.LN111, f"{who} is {what}", "run merge-norms first" if site.norm.over else "leave the stream"
+            )
         return replace(site.norm, eps=site.norm.eps * self.by**2)
 
     def bare(self, block: Block | None, readers: tuple[Linear, ...], closed: bool) -> tuple[Operation, ...]:
@@ -215,7 +217,7 @@ class _Scaled(Basis):
 
     def through(self, block: Block, site: Site, last: bool) -> tuple[Operation, ...]:
         if site.norm.computed and not last:
-            raise Closed("LN105", f"the gain of {site_name(block, site)} is computed", "store it as a parameter")
+            raise Closed(Code.LN105, f"the gain of {site_name(block, site)} is computed", "store it as a parameter")
         values = (None, None) if last else self.larger(site)
         return (SetNorm(Where.POST, self.widened(block, site), *values, index=block.index(site)),)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lnrewrite.algebra.basis import Basis, Choice, Closed, proposal
+from lnrewrite.errors import Code
 from lnrewrite.ir import (
     Block,
     Edit,
@@ -98,7 +99,7 @@ class RotateStream:
         if size < 1 or width % size or (self.kind == "hadamard" and size & (size - 1)):
             sort = "power of two" if self.kind == "hadamard" else "number"
             why = f"blocks of {size} do not fill {width} channels"
-            raise Closed("LN124", why, f"take a {sort} that divides {width}")
+            raise Closed(Code.LN124, why, f"take a {sort} that divides {width}")
         return size
 
 
@@ -109,7 +110,7 @@ class _Rotated(Basis):
     def back(self, readers: tuple[Linear, ...]) -> tuple[Operation, ...]:
         assert isinstance(self.value, Rotation)
         if apart := [r.param for r in readers if r.apart]:
-            raise Closed("LN103", f"{apart[0]} reads each channel apart (depthwise)", "leave the stream as it is")
+            raise Closed(Code.LN103, f"{apart[0]} reads each channel apart (depthwise)", "leave the stream as it is")
         return tuple(FoldReader(r, self.value.transposed) for r in readers)
 
     def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:
@@ -117,10 +118,12 @@ class _Rotated(Basis):
         who = site_name(block, site) if block else "the final norm"
         if block and block.barrier(Side.READ) or site.taps or not site.readers:
             said = next(iter(site.taps), "something that is no linear map")
-            raise Closed("LN101", f"{who} is read by {said}, which cannot take the rotation back", "leave it as it is")
+            raise Closed(
+                Code.LN101, f"{who} is read by {said}, which cannot take the rotation back", "leave it as it is"
+            )
         branches = {r for b in self.stream.blocks if site in b.sites for r in b.readers}
         if block and (others := [r.param for r in site.readers if r not in branches]):
-            raise Closed("LN101", f"{who} is read by {others[0]} too, which is in no branch", "leave it as it is")
+            raise Closed(Code.LN101, f"{who} is read by {others[0]} too, which is in no branch", "leave it as it is")
         return self.back(block.readers if block else site.readers)
 
     def settled(self) -> tuple[Edit, ...]:
@@ -140,31 +143,33 @@ class _Rotated(Basis):
         norm, who = site.norm, site_name(block, site) if block else f"the {site.where} norm"
         if norm.kind is not Kind.RMS:
             remedy = "run layernorm-to-rmsnorm first" if norm.kind is Kind.LAYER else "leave the stream as it is"
-            raise Closed("LN111", f"{who} is a {norm.kind} norm", remedy)
+            raise Closed(Code.LN111, f"{who} is a {norm.kind} norm", remedy)
         if norm.over:
-            raise Closed("LN111", f"{who} is a norm of a norm", "run merge-norms first")
+            raise Closed(Code.LN111, f"{who} is a norm of a norm", "run merge-norms first")
         if norm.gamma is not None or norm.beta is not None:
             folds = site.where in (Where.IN, Where.FINAL)
-            raise Closed("LN122", f"{who} has a gain or a bias", FOLD if folds else "leave the stream as it is")
+            raise Closed(Code.LN122, f"{who} has a gain or a bias", FOLD if folds else "leave the stream as it is")
 
     def bare(self, block: Block | None, readers: tuple[Linear, ...], closed: bool) -> tuple[Operation, ...]:
         if closed or not readers:
-            raise Closed("LN101", f"{block.name if block else 'the end'} reads the stream without a linear map", FOLD)
+            raise Closed(
+                Code.LN101, f"{block.name if block else 'the end'} reads the stream without a linear map", FOLD
+            )
         return self.back(readers)
 
     def made(self, block: Block | None, site: Site, writers: tuple[Linear, ...]) -> tuple[Operation, ...]:
         self.plain(block, site)
         if not writers:
-            raise Closed("LN104", f"the {site.where} norm's input is not made by linears alone", "leave it as it is")
+            raise Closed(Code.LN104, f"the {site.where} norm's input is not made by linears alone", "leave it as it is")
         return self.multiplied(writers)
 
     def through(self, block: Block, site: Site, last: bool) -> tuple[Operation, ...]:
         self.plain(block, site)
         if last and site.taps:
-            raise Closed("LN101", f"the last trunk norm is read by {site.taps[0]} too", "leave it as it is")
+            raise Closed(Code.LN101, f"the last trunk norm is read by {site.taps[0]} too", "leave it as it is")
         return self.back(site.readers) if last else ()
 
     def explicit(self, where: Where) -> tuple[Operation, ...] | Closed:
         if where is Where.EMBEDDING:
-            return Closed("LN102", "what starts the stream cannot be rotated in its weights", "untie it first")
-        return Closed("LN104", "so that it cannot be rotated in weights", "leave the stream as it is")
+            return Closed(Code.LN102, "what starts the stream cannot be rotated in its weights", "untie it first")
+        return Closed(Code.LN104, "so that it cannot be rotated in weights", "leave the stream as it is")

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import Refusal
+from ..errors import Code, Refusal
 from ..ir import (
     Block,
     Edit,
@@ -42,7 +42,7 @@ Weights = FoldReader | ScaleWriter
 class Closed(Exception):
     """Signal that a stream cannot be taken to another basis: what is in the way, and what to do."""
 
-    def __init__(self, code: str, why: str, remedy: str) -> None:
+    def __init__(self, code: Code, why: str, remedy: str) -> None:
         super().__init__(why)
         self.code, self.why, self.remedy = code, why, remedy
 
@@ -127,7 +127,7 @@ class Basis:
 
     def always(self, target: str, operations: tuple[Operation, ...]) -> None:
         """Make a target have these operations; weights with other uses close the stream."""
-        shared = Closed("LN102", f"a weight of {target} has uses that want another change", "untie it first")
+        shared = Closed(Code.LN102, f"a weight of {target} has uses that want another change", "untie it first")
         if operations:
             self.choices.append(Choice(target, operations, shared))
 
@@ -139,9 +139,9 @@ class Basis:
     def open_ended(self) -> None:
         """Raise Closed where the stream's states are seen by what is no block of it."""
         if self.stream.taps:
-            raise Closed("LN120", f"a state of the stream is read by {self.stream.taps[0]} too", "leave it as it is")
+            raise Closed(Code.LN120, f"a state of the stream is read by {self.stream.taps[0]} too", "leave it as it is")
         if self.stream.exits:
-            raise Closed("LN120", f"the last state is read bare by {self.stream.exits[0]}", "leave it as it is")
+            raise Closed(Code.LN120, f"the last state is read bare by {self.stream.exits[0]}", "leave it as it is")
 
     def start(self) -> None:
         """Apply M where the stream starts."""
@@ -163,18 +163,18 @@ class Basis:
     def passable(self, block: Block) -> None:
         """Raise Closed where something stands between blocks, or in a branch, that M does not pass."""
         if carried := block.barrier(Side.CARRIED):
-            raise Closed("LN114", f"behind {block.name} the stream is {carried}", "leave it as it is")
+            raise Closed(Code.LN114, f"behind {block.name} the stream is {carried}", "leave it as it is")
         if added := block.barrier(Side.ADDED):
             why = f"the sum of {block.name} {added}, which no linear map writes"
-            raise Closed("LN120", why, "leave it as it is")
+            raise Closed(Code.LN120, why, "leave it as it is")
         if block.barrier(Side.RAW):
-            raise Closed("LN120", f"{block.name} reads the stream with and without its norm", "leave it as it is")
+            raise Closed(Code.LN120, f"{block.name} reads the stream with and without its norm", "leave it as it is")
         if ends := block.barrier(Side.ENDS):
             why = f"between the out norm of {block.name} and the stream there is more: it {ends}"
-            raise Closed("LN120", why, "leave it as it is")
+            raise Closed(Code.LN120, why, "leave it as it is")
         if self.mixes and any(s.vector for s in block.scaled("written", "branch", "skip", "trunk")):
             why = f"{block.name} has one factor per channel beside the stream"
-            raise Closed("LN123", why, "run absorb-scales first")
+            raise Closed(Code.LN123, why, "run absorb-scales first")
 
     def enter(self, block: Block) -> None:
         """Keep what a branch reads as it was."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Refusal
+from ..errors import Code, Refusal
 from ..ir import (
     Affine,
     Block,
@@ -92,7 +92,7 @@ class Walk:
         for index, group in enumerate(sums):
             for block in group:
                 if len(samples[block.name].branch) != len(self.trunk):
-                    self.refuse(block, "LN114", "the stream changes its number of tokens on the way")
+                    self.refuse(block, Code.LN114, "the stream changes its number of tokens on the way")
                     return found
             found += self.sum(group, samples, last=index == len(sums) - 1)
             if index + 1 < len(sums):
@@ -104,7 +104,7 @@ class Walk:
         held, wanted = switches(block), self.wanted.get(block.name, switches(block))
         return (where in wanted - held) if on else (where in held - wanted)
 
-    def refuse(self, block: Block, code: str, why: str) -> None:
+    def refuse(self, block: Block, code: Code, why: str) -> None:
         self.refusals.append(Refusal(code, block.name, why, "leave it out with blocks=, or choose another placement"))
 
     def sum(self, group: list[Block], samples: Any, last: bool) -> list[Edit]:
@@ -194,7 +194,7 @@ class Walk:
         goal = seen.branch * self.ratio[:, None]
         weight = weight * usual(goal)
         if not seen.branch.any():
-            self.refuse(block, "LN112", "its branch is zero on the calibration data")
+            self.refuse(block, Code.LN112, "its branch is zero on the calibration data")
             return goal
         if self.turns(block, Where.OUT, on=True):
             even = metric(seen.branch, weight)
@@ -267,7 +267,7 @@ class Walk:
         ):
             return
         if self.carried or self.unit or len(after.state) != len(self.trunk):
-            self.refuse(onward, "LN114", "the trunk is scaled or transformed between blocks")
+            self.refuse(onward, Code.LN114, "the trunk is scaled or transformed between blocks")
         self.trunk = after.state * 1.0
 
 

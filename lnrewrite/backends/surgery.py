@@ -11,7 +11,7 @@ import numpy as np
 from ..detect.arithmetic import evaluate
 from ..detect.graph import OpGraph
 from ..detect.norms import unit
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..ir import (
     Affine,
     Array,
@@ -185,7 +185,7 @@ class Surgery(Generic[Handle]):
         self.editor.finish()
 
     def fail(self, why: str) -> NoReturn:
-        raise LnrewriteError("LN301", self.editor.label, why, "report this with the model")
+        raise LnrewriteError(Code.LN301, self.editor.label, why, "report this with the model")
 
     # ---- where things are ----
 

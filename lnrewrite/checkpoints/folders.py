@@ -24,7 +24,7 @@ from ..backends.torch.widened import Read, Widened
 from ..comparison.proving import Evidence, away, evidence
 from ..data.infer import infer_inputs, vocabulary_of
 from ..data.inputs import parse_inputs
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
 from ..ir import Exactness, Proposal, Stream
 from ..live.difference import Recipe
@@ -276,7 +276,7 @@ def _check_ties(form: Form, module: nn.Module, again: nn.Module) -> None:
 
 def _not_as_planned(form: Form, why: str) -> LnrewriteError:
     remedy = "take -o OUT.pt2, or rewrite the loaded module (lnr.rewrite)"
-    return LnrewriteError("LN313", f"model {form.name!r}", why, remedy)
+    return LnrewriteError(Code.LN313, f"model {form.name!r}", why, remedy)
 
 
 def _drawn(inputs: Mapping[str, Any], rows: Mapping[str, int], seed: int) -> dict[str, Any]:

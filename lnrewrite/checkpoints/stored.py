@@ -11,7 +11,7 @@ from ..backends.torch.editor import FxEditor, numpy_of, pieces_of
 from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import CapturedModule, register
 from ..backends.values import Change, Floats
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from .shards import Stored
 
 Edits = tuple[tuple[int | None, Change], ...]
@@ -66,7 +66,7 @@ class Store:
         new = change(numpy_of(piece))
         if new.size and not max(new.max(), -new.min()) <= torch.finfo(piece.dtype).max:
             remedy = "repair or re-download the weights, or store them in a wider dtype"
-            raise LnrewriteError("LN024", name, f"changed, it does not fit {piece.dtype}", remedy)
+            raise LnrewriteError(Code.LN024, name, f"changed, it does not fit {piece.dtype}", remedy)
         piece.copy_(torch.from_numpy(new.reshape(piece.shape)))
 
     def edit(self, name: str, axis: int | None, change: Change) -> None:

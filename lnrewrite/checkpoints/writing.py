@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..backends.torch.lift import parameter_names
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..files.landing import failing, land, room
 from ..files.output import check_replaceable
 from ..live.saving import recorded
@@ -100,7 +100,7 @@ def check_room(target: Path, source: Path) -> None:
     needed = sum(p.stat().st_size for p in source.iterdir() if p.is_file())
     if (free := shutil.disk_usage(target.absolute().parent).free) < needed:
         why = f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free"
-        raise LnrewriteError("LN025", str(target), why, "free some room or choose another folder")
+        raise LnrewriteError(Code.LN025, str(target), why, "free some room or choose another folder")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._version import __version__
-from ..errors import LnrewriteError, UsageError, unknown
+from ..errors import Code, Exit, LnrewriteError, UsageError, unknown
 from .console import Group, remark, show, working
 from .heal import heal
 from .options import ACCEPT, OUT, SEED, check_data, check_paths, feed_of, opened, options, target_of, tell_name
@@ -47,13 +47,13 @@ def inspect(model: str, as_json: bool, quiet: bool, verbose: bool, **how: Any) -
         found = program.inspect()
     if not any(stream["blocks"] for stream in found["streams"]):
         nothing = {
-            "code": "LN201",
+            "code": Code.LN201,
             "site": "model",
             "why": "no residual block was found",
             "remedy": "see explain LN201",
         }
         row = next(iter(found["refusals"]), nothing)
-        raise LnrewriteError(row["code"], f"{model}: {row['site']}", row["why"], row["remedy"])
+        raise LnrewriteError(Code(row["code"]), f"{model}: {row['site']}", row["why"], row["remedy"])
     show(json.dumps(found) if as_json else found["placement"] if quiet else placement_map(found, verbose))
 
 
@@ -70,11 +70,11 @@ def convert(model: str, to: str, output: str, norm: str, blocks: str | None, **h
     from ..pipeline.spec import placing
 
     if to not in PLACEMENTS:
-        unknown("LN003", "placement", to, PLACEMENTS)
+        unknown(Code.LN003, "placement", to, PLACEMENTS)
     selection = None if blocks is None else ";".join(term.strip() for term in blocks.split(";"))
     if selection is not None and not re.fullmatch(r"[^\s{}]+", selection):
         remedy = "write terms such as 0-5 or attention, joined by ';'"
-        raise UsageError("LN004", f"block selection {blocks!r}", "it is empty or holds spaces or braces", remedy)
+        raise UsageError(Code.LN004, f"block selection {blocks!r}", "it is empty or holds spaces or braces", remedy)
     return _rewrite(model, Pipeline.parse(placing(to, norm, selection)), output, **how)
 
 
@@ -124,7 +124,7 @@ def export(
     wanted = {name: how.pop(name) for name in ("target", "dtype", "opset", "optimize", "fuse")}
     target = target_of(output, force, default=".onnx")
     if target.suffix != ".onnx":
-        raise UsageError("LN025", output, "export writes ONNX", "name an .onnx file")
+        raise UsageError(Code.LN025, output, "export writes ONNX", "name an .onnx file")
     with working(quiet, f"capturing {model}") as say:
         program = opened(model, **how)
         check_paths(model, program, accept)
@@ -163,7 +163,7 @@ def verify(
         say("running both")
         found = compare(first, second, tolerance=tolerance, seed=how["seed"])
     show(json.dumps(found) if as_json else found["verdict"] if quiet else comparison(found))
-    return 4 if found["verdict"] == "different" else 0
+    return Exit.DIFFERENT if found["verdict"] == "different" else Exit.DONE
 
 
 main.add_command(heal)
@@ -290,7 +290,7 @@ def _rewrite(
         return _rewrite_folder(model, pipeline, output, calibrate, **told, **shown, **how)
     target = None if output is None else target_of(output, force, ".onnx" if onnx else ".pt2")
     if onnx and target and target.suffix == ".pt2":
-        raise LnrewriteError("LN032", str(target), f"{model} is an ONNX file", "name an .onnx file")
+        raise LnrewriteError(Code.LN032, str(target), f"{model} is an ONNX file", "name an .onnx file")
     check_data(calibrate)
     with working(quiet, f"capturing {model}") as say:
         program = opened(model, **how)
@@ -320,7 +320,7 @@ def _rewrite(
         remark(f"warning: nothing shows that {target or 'the result'} computes what {model} does")
     tell_name(output, target)
     _tell(pipeline, report, "" if target else "\n\ndry run: nothing was written", as_json, quiet)
-    return 3 if report.refusals and partial and not preset else 0
+    return Exit.PARTIAL if report.refusals and partial and not preset else Exit.DONE
 
 
 def _rewrite_folder(
@@ -343,7 +343,7 @@ def _rewrite_folder(
     seed, inputs = how["seed"], how.pop("inputs")
     if how.pop("factory") or how.pop("device") != "cpu":
         why = "a folder is read on the CPU, by the class that its config names"
-        raise UsageError("LN003", "--factory, --device", why, "leave them out, or name a .pt2 file as OUT")
+        raise UsageError(Code.LN003, "--factory, --device", why, "leave them out, or name a .pt2 file as OUT")
     with working(quiet, f"reading {model}") as say:
         from ..checkpoints.folders import rewrite_folder
 
@@ -363,7 +363,7 @@ def _rewrite_folder(
             **how,
         )
     _tell(pipeline, report, "", as_json, quiet)
-    return 3 if report.refusals and partial and not preset else 0
+    return Exit.PARTIAL if report.refusals and partial and not preset else Exit.DONE
 
 
 def _tell(pipeline: Pipeline, report: Report, ending: str, as_json: bool, quiet: bool) -> None:

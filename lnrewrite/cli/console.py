@@ -13,19 +13,29 @@ from typing import Any
 
 import click
 
-from ..errors import LnrewriteError, Refused, Untrusted, UsageError, did_you_mean, one_line, told, unknown, visible
+from ..errors import (
+    Code,
+    Exit,
+    LnrewriteError,
+    Refused,
+    Untrusted,
+    UsageError,
+    did_you_mean,
+    one_line,
+    told,
+    unknown,
+    visible,
+)
 from ..quiet import LOGGER
-
-INTERRUPTED = 130
 
 
 class Interrupted(LnrewriteError):
     """Report a Ctrl-C."""
 
-    exit_code = INTERRUPTED
+    exit_code = Exit.INTERRUPTED
 
     def __init__(self) -> None:
-        super().__init__("interrupted", "Ctrl-C", "the command was stopped, nothing was written", "start it again")
+        super().__init__(Code.INTERRUPTED, "Ctrl-C", "the command was stopped, nothing was written", "start it again")
 
 
 class Group(click.Group):
@@ -39,7 +49,7 @@ class Group(click.Group):
         asked = words[: words.index("--")] if "--" in words else words  # what follows are names
         if self.running:
             why = "lnrewrite's own command line is called by code that the model, the data or a plugin brought"
-            raise LnrewriteError("LN019", "the command", why, "take that call out of the code")
+            raise LnrewriteError(Code.LN019, "the command", why, "take that call out of the code")
         self.running = True
         try:
             code = self._run(words, asked, prog_name, extra)
@@ -63,15 +73,15 @@ class Group(click.Group):
                 click.echo("\n".join(f"  {name}" for name in error.runs), err=True)
         except BrokenPipeError:  # `lnrewrite passes | head -1`: nobody reads on
             sys.stdout = None
-            code = 1
+            code = Exit.FAILED
         except Exception as error:
             if _is_verbose(asked):
                 traceback.print_exc()
             why = one_line(told(error))
             remedy = "this is a fault of lnrewrite; please report it with what -v prints"
-            row = {"code": "LN301", "what": words[0] if words else "lnrewrite", "why": why, "remedy": remedy}
-            code = _fail(asked, row, f"LN301 {row['what']}: {why}; {remedy}", 1)
-        return code if isinstance(code, int) else 0
+            row = {"code": Code.LN301, "what": words[0] if words else "lnrewrite", "why": why, "remedy": remedy}
+            code = _fail(asked, row, f"{Code.LN301} {row['what']}: {why}; {remedy}", Exit.FAILED)
+        return code if isinstance(code, int) else Exit.DONE
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that was asked for."""
@@ -88,7 +98,7 @@ class Group(click.Group):
         """Find the command, or suggest the nearest."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             known = self.list_commands(ctx)
-            unknown("LN001", "command", args[0], known)
+            unknown(Code.LN001, "command", args[0], known)
         return super().resolve_command(ctx, args)
 
 
@@ -105,14 +115,14 @@ def _told(error: click.ClickException) -> tuple[dict[str, str], str, int]:
         near = did_you_mean(error.option_name, known)
         remedy = near if near.startswith("did") else remedy
         what = f"there is no option {error.option_name}"
-    told = UsageError("LN003", where, what, remedy)
+    told = UsageError(Code.LN003, where, what, remedy)
     return told.to_dict(), str(told), told.exit_code
 
 
 def _left(error: BaseException) -> LnrewriteError:
     """Return an error for what foreign code raised that is not an Exception, SystemExit among it."""
     why = f"code that the model, the data or a plugin brought raised {told(error)}"
-    return LnrewriteError("LN019", "the command", why, "take that, or the call to exit, out of that code")
+    return LnrewriteError(Code.LN019, "the command", why, "take that, or the call to exit, out of that code")
 
 
 def _fail(asked: list[str], row: dict[str, Any], line: str, code: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..errors import LnrewriteError, UsageError
+from ..errors import Code, LnrewriteError, UsageError
 from .console import show, working
 from .options import ACCEPT, check_data, check_device, check_paths, opened, options, target_of, tell_name
 
@@ -72,10 +72,10 @@ def heal(
     for model in (teacher, student):
         if identify(model).format is Format.ONNX:
             why = "an ONNX file can be rewritten and run, not trained"
-            raise LnrewriteError("LN601", f"model {model!r}", why, "heal the torch model, then export it")
+            raise LnrewriteError(Code.LN601, f"model {model!r}", why, "heal the torch model, then export it")
     target = target_of(output, force)
     if run is not None and not run.strip():
-        raise UsageError("LN003", f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
+        raise UsageError(Code.LN003, f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
     for name in (data, held_out):
         check_data(name)
     given = {name: how.pop(name) for name in ("inputs", "factory", "trust_pickle", "trust_remote_code")}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import LnrewriteError, UsageError
+from ..errors import Code, LnrewriteError, UsageError
 from ..files.output import named_path
 from .console import remark
 
@@ -74,7 +74,7 @@ def check_paths(model: str, program: Program | OnnxProgram | Report, accept: boo
     if program.fixed_paths and not accept:
         why = f"it chooses its path by its data, and the capture follows one: {program.fixed_paths[0]}"
         remedy = "give --accept-fixed-paths if inputs that take another path never come, or use torch.where"
-        raise LnrewriteError("LN033", f"model {model!r}", why, remedy)
+        raise LnrewriteError(Code.LN033, f"model {model!r}", why, remedy)
 
 
 def opened(model: str, inputs: tuple[str, ...], device: str, **how: Any) -> Program | OnnxProgram:
@@ -97,7 +97,9 @@ def check_device(device: str) -> None:
     try:
         torch.empty(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as why:
-        raise UsageError("LN003", f"device {device!r}", str(why), "give cpu, or a device that torch sees here") from why
+        raise UsageError(
+            Code.LN003, f"device {device!r}", str(why), "give cpu, or a device that torch sees here"
+        ) from why
 
 
 def target_of(output: str, force: bool, default: str = ".pt2") -> Path:
@@ -117,7 +119,7 @@ def check_data(calibrate: str | None) -> None:
     """Raise LN022 where DATA is plainly missing: told before the model is captured."""
     if calibrate is not None and ":" not in calibrate and not os.path.isfile(named_path(calibrate)):
         remedy = "check the path, or name pkg.module:iterable"
-        raise LnrewriteError("LN022", f"data {calibrate!r}", "there is no such file", remedy)
+        raise LnrewriteError(Code.LN022, f"data {calibrate!r}", "there is no such file", remedy)
 
 
 def feed_of(calibrate: str | None, seed: int) -> Callable[[Any], list[Batch] | None]:

@@ -16,7 +16,7 @@ from ..backends.outputs import difference
 from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.fixed import elsewhere, other_path
 from ..backends.torch.widened import Float64, in_float64
-from ..errors import LnrewriteError, UsageError, did_you_mean
+from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Exactness
 from ..pipeline.protocols import Batch
 
@@ -119,19 +119,19 @@ def check_tolerance(tolerance: str | float | None) -> float:
     try:
         if not 0 <= (bound := float(tolerance)) < math.inf:
             why = "no error is compared with that"
-            raise UsageError("LN003", f"tolerance {tolerance!r}", why, "give a finite number that is not negative")
+            raise UsageError(Code.LN003, f"tolerance {tolerance!r}", why, "give a finite number that is not negative")
         return bound
     except (ValueError, OverflowError):
         known = {str(e): t for e, t in TOLERANCE.items()}
         if tolerance not in known:
             why = "it is neither a number nor an exactness class"
-            raise UsageError("LN003", f"tolerance {tolerance!r}", why, did_you_mean(str(tolerance), known)) from None
+            raise UsageError(Code.LN003, f"tolerance {tolerance!r}", why, did_you_mean(str(tolerance), known)) from None
         return known[str(tolerance)]
 
 
 def _incomparable(why: str) -> LnrewriteError:
     return LnrewriteError(
-        "LN402", "verify", f"the models cannot be compared: {why}", "give models with the same inputs"
+        Code.LN402, "verify", f"the models cannot be compared: {why}", "give models with the same inputs"
     )
 
 

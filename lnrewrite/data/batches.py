@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..backends.torch.fixed import elsewhere, other_path
-from ..errors import LnrewriteError, code_of_others, did_you_mean, told, words
+from ..errors import Code, LnrewriteError, code_of_others, did_you_mean, told, words
 from ..files.output import named_path
 from ..loading.open import import_object
 from ..loading.transformers import Tokenizer, closed
@@ -63,7 +63,7 @@ def load_data(
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         arrays = {name: value[order] for name, value in arrays.items()}
     else:
-        arrays = named(data, read_tensors(path, "LN022"), wanted)
+        arrays = named(data, read_tensors(path, Code.LN022), wanted)
     arrays = {name: fitted(data, name, arrays[name], wanted[name], dynamic) for name in wanted}
     return _batches(data, arrays, wanted, dynamic)[:limit]
 
@@ -156,7 +156,7 @@ def _like(name: str, tensor: Tensor, vocabulary: Mapping[str, int], kept: bool, 
 
 
 def bad(data: str, why: str, remedy: str) -> LnrewriteError:
-    return LnrewriteError("LN022", f"data {data!r}", why, remedy)
+    return LnrewriteError(Code.LN022, f"data {data!r}", why, remedy)
 
 
 def _described(tensors: Mapping[str, Tensor]) -> str:
@@ -249,7 +249,7 @@ END = object()
 
 def imported(data: str, limit: int | None = None) -> Iterator[Any]:
     """Yield what `pkg.module:name` gives: an iterable, or a callable that returns one."""
-    source = import_object(data, "LN022")
+    source = import_object(data, Code.LN022)
     with code_of_others(lambda why: bad(data, f"it gives no batches: {why}", "name an iterable of batches")):
         items: Iterable[Any] = source if not callable(source) or hasattr(source, "__iter__") else source()
         iterator = iter(items)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..loading.pickles import Damaged, check_built, unsafe_names
 
 REMEDY = "save named tensors, without pickled objects"
 
 
-def read_tensors(path: Path, code: str) -> Tensor | dict[str, Tensor] | list[Tensor]:
+def read_tensors(path: Path, code: Code) -> Tensor | dict[str, Tensor] | list[Tensor]:
     """Read an .npz, .npy, .pt or .safetensors file of tensors; nothing in it is unpickled.
 
     Returns what the file holds: one tensor, named ones, or a list. Raises LnrewriteError `code` where it holds anything
@@ -73,7 +73,7 @@ PACKED, RATIO = 1 << 28, 200
 """An .npz may unpack to more bytes than this only where that is up to so many times its size."""
 
 
-def _check_packed(path: Path, what: str, code: str) -> None:
+def _check_packed(path: Path, what: str, code: Code) -> None:
     """Raise LnrewriteError `code` for an .npz that is small and unpacks to very much."""
     if not zipfile.is_zipfile(path):
         return

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.torch.capture import dry
-from ..errors import LnrewriteError, told
+from ..errors import Code, LnrewriteError, told
 from .inputs import BATCH, LENGTH, Inputs
 
 _MAIN = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds")
@@ -39,7 +39,9 @@ def infer_inputs(module: nn.Module, seed: int = 0) -> Inputs:
     names = _required(module)
     why = f"the inputs {', '.join(names)} are missing" if names else "no call was found that its forward takes"
     example = " ".join(f"--input {_example(name)}" for name in names or ["x"])
-    raise LnrewriteError("LN020", type(module).__name__, why + tried[:160], f"give {example} (or an .npz or .pt file)")
+    raise LnrewriteError(
+        Code.LN020, type(module).__name__, why + tried[:160], f"give {example} (or an .npz or .pt file)"
+    )
 
 
 def vocabulary_of(module: nn.Module) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LnrewriteError, did_you_mean
+from ..errors import Code, LnrewriteError, did_you_mean
 from ..files.output import named_path
 from .files import read_tensors
 
@@ -96,7 +96,7 @@ def random_tensor(
 def _bad(
     spec: str, why: str, remedy: str = "write name=dtype[d0,d1,...], or the path of an .npz or .pt file"
 ) -> LnrewriteError:
-    return LnrewriteError("LN021", f"--input {spec!r}", why, remedy)
+    return LnrewriteError(Code.LN021, f"--input {spec!r}", why, remedy)
 
 
 def _dtype(spec: str, name: str) -> torch.dtype:
@@ -137,7 +137,7 @@ def _read(spec: str) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
     path = named_path(spec)
     if not os.path.isfile(path):
         raise _bad(spec, "it is neither a specification nor a file")
-    held = read_tensors(path, "LN021")
+    held = read_tensors(path, Code.LN021)
     if isinstance(held, Tensor):
         return (held,), {}
     if isinstance(held, Mapping):

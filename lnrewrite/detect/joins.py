@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from ..errors import Refusal
+from ..errors import Code, Refusal
 from .graph import CASTS, SHAPE, OpGraph
 
 WEIGHTED = frozenset({
@@ -71,12 +71,14 @@ def nearest_miss(graph: OpGraph) -> Refusal:
         for skip, other in (op.data, op.data[::-1]):
             for root, through in _carried(graph, skip):
                 if through and _carries_features(graph, root) and _is_sublayer(graph, root, other):
-                    code = "LN204" if through & {"linear", "conv"} else "LN203"
-                    what = "a linear map or convolution" if code == "LN204" else "a mixture with data-dependent weights"
+                    code = Code.LN204 if through & {"linear", "conv"} else Code.LN203
+                    what = (
+                        "a linear map or convolution" if code == Code.LN204 else "a mixture with data-dependent weights"
+                    )
                     return Refusal(code, op.name, f"the skip from {root} passes through {what}", CLOSED)
     why = "no add joins a value with something computed from it by weights"
     remedy = "give the model that holds the residual blocks, or see `lnrewrite explain LN201`"
-    return Refusal("LN201", "model", why, remedy)
+    return Refusal(Code.LN201, "model", why, remedy)
 
 
 def _carried(graph: OpGraph, name: str) -> Iterator[tuple[str, frozenset[str]]]:
@@ -182,13 +184,13 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
                 continue  # a sublayer with a bypass, inside the branch of what is extra
             if extra:
                 why = f"the sum {total} carries two earlier states of the stream, {root} and {extra[0]}"
-                refusals.append(Refusal("LN202", total, why, CLOSED))
+                refusals.append(Refusal(Code.LN202, total, why, CLOSED))
             if spread := [t for t, _ in branches if _is_outer(graph, root, t)]:
                 why = f"the branch {spread[0]} is written to several streams by weights computed from the data"
-                refusals.append(Refusal("LN203", total, why, CLOSED))
+                refusals.append(Refusal(Code.LN203, total, why, CLOSED))
             if gathered := _reads_earlier(graph, root, branches):
                 why = f"the branch {branches[0][0]} reads a mixture of {root} and the earlier state {gathered}"
-                refusals.append(Refusal("LN203", total, why, CLOSED))
+                refusals.append(Refusal(Code.LN203, total, why, CLOSED))
             extras = [t for t, _ in every]
             for term in (skip, *(t for t, _ in branches)):
                 extras.remove(term)
@@ -284,7 +286,7 @@ def _outermost(graph: OpGraph, joins: list[Join], refusals: list[Refusal]) -> li
         for branch, _ in outer.branches:
             if branch in users:
                 why = f"the branch {branch} is added to two streams (ResiDual), at {users[branch]} and {outer.total}"
-                refusals.append(Refusal("LN207", outer.total, why, CLOSED))
+                refusals.append(Refusal(Code.LN207, outer.total, why, CLOSED))
             users[branch] = outer.total
         first = bisect_right(ends, graph.index[outer.root])
         held = [j for j in joins[first:at] if _inside(graph, j, outer)]
@@ -293,7 +295,7 @@ def _outermost(graph: OpGraph, joins: list[Join], refusals: list[Refusal]) -> li
         if chained or any(j.root == outer.root for j in held):
             blocks = ", ".join(j.total for j in held[:3])
             why = f"the skip from {outer.root} to {outer.total} spans the residual blocks {blocks}"
-            refusals.append(Refusal("LN202", outer.total, why, CLOSED))
+            refusals.append(Refusal(Code.LN202, outer.total, why, CLOSED))
         inner |= {j.total for j in held}
     return [j for j in joins if j.total not in inner]
 

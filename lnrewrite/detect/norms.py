@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Refusal
+from ..errors import Code, Refusal
 from ..ir import Kind, Norm
 from .arithmetic import Array, Unknown, closure, constants, run
 from .edges import parameter_behind
@@ -71,7 +71,7 @@ def find_norms(graph: OpGraph) -> tuple[Mapping[str, Found], tuple[Refusal, ...]
     found |= {f.output: f for f in standardised(graph)}
     members = frozenset[str]().union(*(f.members for f in found.values()))
     odd = ((name, "; ".join(filter(None, (why, misses.get(name))))) for name, why in lookalikes(graph, members))
-    return found, tuple(Refusal("LN205", name, why, UNKNOWN) for name, why in odd)
+    return found, tuple(Refusal(Code.LN205, name, why, UNKNOWN) for name, why in odd)
 
 
 def stacked(graph: OpGraph, norms: Mapping[str, Found]) -> dict[str, Found]:

@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 
 HALVES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 LARGEST = {ir.DataType.FLOAT16: 65504.0, ir.DataType.BFLOAT16: 3.3895e38}
@@ -51,7 +51,7 @@ def lower_precision(model: ir.Model, dtype: str) -> list[str]:
     """
     if len(list(model.graphs())) > 1:
         why = "it has control flow, whose bodies are float32"
-        raise LnrewriteError("LN502", f"--dtype {dtype}", why, "export the PyTorch model in that dtype")
+        raise LnrewriteError(Code.LN502, f"--dtype {dtype}", why, "export the PyTorch model in that dtype")
     return _Lowering(model, HALVES[dtype]).run()
 
 
@@ -220,7 +220,7 @@ class _Lowering:
         finite = np.where(np.isfinite(array), np.abs(array), 0)
         if array.size and largest < (worst := float(finite.max())) < MASK:
             why = f"{name} holds {worst:.3g}, and {_word(self.half)} ends at {largest:.3g}"
-            raise LnrewriteError("LN502", "precision", why, "use bf16, or rescale the stream first")
+            raise LnrewriteError(Code.LN502, "precision", why, "use bf16, or rescale the stream first")
         if np.count_nonzero(finite.clip(max=largest).astype(to)) < 0.99 * np.count_nonzero(finite):
             self.lost.append(name)
 

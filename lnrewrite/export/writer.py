@@ -22,7 +22,7 @@ from ..comparison.verifying import HALF, held_in_half, proof
 from ..detect.blocks import detect
 from ..detect.naming import norm_names
 from ..detect.norms import find_norms
-from ..errors import LnrewriteError, Refusal, UsageError, unknown
+from ..errors import Code, LnrewriteError, Refusal, UsageError, unknown
 from ..files.landing import failing, land, room
 from ..files.output import check_output
 from ..ir import Exactness, Kind, Network
@@ -72,10 +72,10 @@ def export(
         ("fuse", fuse, ("ops", "custom")),
     ):  # fmt: skip
         if word not in known:
-            unknown("LN003", noun, word, known)
+            unknown(Code.LN003, noun, word, known)
     if fuse == "custom" and not TARGETS[target].contrib:
         why = "lnrewrite's operators are for ONNX Runtime"
-        raise UsageError("LN003", f"fuse custom, target {target}", why, "give the target cpu or cuda")
+        raise UsageError(Code.LN003, f"fuse custom, target {target}", why, "give the target cpu or cuda")
     say = progress or (lambda message: None)
     output = check_output(path, force)
     bound = TOLERANCE["fp16" if held_in_half(program) and dtype == "fp32" else dtype]
@@ -122,7 +122,7 @@ def raised(model: ir.Model, source: Network) -> list[Form]:
     graph = lift(model)
     norms, network = find_norms(graph)[0], detect(graph)
     names = norm_names(network)
-    odd = [row for row in network.refusals if isinstance(row, Refusal) and row.code == "LN205"]
+    odd = [row for row in network.refusals if isinstance(row, Refusal) and row.code == Code.LN205]
     left = raise_norms(model, graph, norms, names)
     RemoveUnusedNodesPass()(model)
     rows = []
@@ -201,9 +201,9 @@ def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, An
         found = max(proofs, key=lambda row: float(row["max_rel"]))
         found["notes"] = list(dict.fromkeys(note for module in modules for note in module.notes))
     except LnrewriteError as error:
-        remedy = error.remedy if error.code == "LN020" else remedy  # inputs that it names
-        raise LnrewriteError("LN403", str(output), error.why, remedy) from error
+        remedy = error.remedy if error.code == Code.LN020 else remedy  # inputs that it names
+        raise LnrewriteError(Code.LN403, str(output), error.why, remedy) from error
     if found["verdict"] == "different":
         why = f"its outputs are off by {found['max_rel']:.2g} of the largest, {bound:g} is allowed"
-        raise LnrewriteError("LN403", str(output), why, remedy)
+        raise LnrewriteError(Code.LN403, str(output), why, remedy)
     return found

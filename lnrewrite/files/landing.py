@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 
 PREFIX = ".lnrewrite-"
 ROOM = re.compile(rf"{re.escape(PREFIX)}[a-z0-9_]+")
@@ -58,10 +58,10 @@ def failing(target: Path) -> Iterator[None]:
     try:
         yield
     except FileExistsError as why:
-        raise LnrewriteError("LN025", str(target), "it exists", TAKEN) from why
+        raise LnrewriteError(Code.LN025, str(target), "it exists", TAKEN) from why
     except OSError as why:
         said = why.strerror or str(why)
-        raise LnrewriteError("LN025", str(target), said, "free some room or choose another folder") from why
+        raise LnrewriteError(Code.LN025, str(target), said, "free some room or choose another folder") from why
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 
-from ..errors import LnrewriteError, UsageError
+from ..errors import Code, LnrewriteError, UsageError
 from .landing import TAKEN, failing
 
 SUFFIXES = (".pt2", ".onnx")
@@ -37,15 +37,17 @@ def output_named(output: str, default: str) -> Path:
     """
     name = os.path.basename(output)
     if not output.strip():
-        raise UsageError("LN025", repr(output), "it names nothing (an unset variable?)", f"name a {default} file")
+        raise UsageError(Code.LN025, repr(output), "it names nothing (an unset variable?)", f"name a {default} file")
     if name.strip() in ("", ".", "..", "-") or name in SUFFIXES:
-        raise UsageError("LN025", repr(output), "it names no file", f"name a {default} file")
+        raise UsageError(Code.LN025, repr(output), "it names no file", f"name a {default} file")
     suffix = Path(name).suffix
     if suffix not in ("", *SUFFIXES):
-        raise UsageError("LN025", output, f"{suffix} is no form of model that is written", "name a .pt2 or .onnx file")
+        raise UsageError(
+            Code.LN025, output, f"{suffix} is no form of model that is written", "name a .pt2 or .onnx file"
+        )
     if not suffix and (there := standing(Path(output))):
         why = f"it is {there}, and a model is written to a .pt2 or .onnx file"
-        raise UsageError("LN025", output, why, f"name a file, such as {name}{default}")
+        raise UsageError(Code.LN025, output, why, f"name a file, such as {name}{default}")
     return Path(output if suffix else output + default)
 
 
@@ -56,12 +58,12 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
     """
     target = Path(path)
     if not os.fspath(path):
-        raise LnrewriteError("LN025", repr(path), "it names nothing", "name a file")
+        raise LnrewriteError(Code.LN025, repr(path), "it names nothing", "name a file")
     there = standing(target)
     if there not in ("", "a file", f"{LINK}a file", f"{LINK}nothing"):
-        raise LnrewriteError("LN025", str(path), f"it is {there}", "name a file")
+        raise LnrewriteError(Code.LN025, str(path), f"it is {there}", "name a file")
     if there and not force:
-        raise LnrewriteError("LN025", str(path), "it exists", TAKEN)
+        raise LnrewriteError(Code.LN025, str(path), "it exists", TAKEN)
     check_parent(target)
     return target
 
@@ -74,18 +76,18 @@ def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> P
     """
     target = Path(output)
     if not os.fspath(output).strip():
-        raise LnrewriteError("LN025", repr(output), "it names nothing (an unset variable?)", "name a folder")
+        raise LnrewriteError(Code.LN025, repr(output), "it names nothing (an unset variable?)", "name a folder")
     if target.name in ("", ".."):
-        raise LnrewriteError("LN025", str(output), "it names no folder that could be made", "name a new folder")
+        raise LnrewriteError(Code.LN025, str(output), "it names no folder that could be made", "name a new folder")
     there, real, home = standing(target), *(Path(os.path.realpath(path)) for path in (target, source))
     if there and home.is_relative_to(real):
-        raise LnrewriteError("LN025", str(output), "it holds the source", "choose another name")
+        raise LnrewriteError(Code.LN025, str(output), "it holds the source", "choose another name")
     if real.is_relative_to(home):
-        raise LnrewriteError("LN025", str(output), "it would lie in the source folder", "choose another place")
+        raise LnrewriteError(Code.LN025, str(output), "it would lie in the source folder", "choose another place")
     if there not in ("", "a folder", f"{LINK}a folder", f"{LINK}nothing"):
-        raise LnrewriteError("LN025", str(output), f"it is {there}", "name a folder, or a .pt2 or .onnx file")
+        raise LnrewriteError(Code.LN025, str(output), f"it is {there}", "name a folder, or a .pt2 or .onnx file")
     if there and not force:
-        raise LnrewriteError("LN025", str(output), "it exists", TAKEN)
+        raise LnrewriteError(Code.LN025, str(output), "it exists", TAKEN)
     check_replaceable(target, source)
     check_parent(target)
     return target
@@ -105,7 +107,7 @@ def check_replaceable(target: Path, source: Path) -> None:
     if foreign:
         named = ", ".join(foreign[:3]) + (" and more" if len(foreign) > 3 else "")
         why = f"it holds {named}, no part of a checkpoint, and replacing it would delete that"
-        raise LnrewriteError("LN025", str(target), why, "move away what you need, or choose another name")
+        raise LnrewriteError(Code.LN025, str(target), why, "move away what you need, or choose another name")
 
 
 def _foreign(target: Path, source: Path) -> Iterator[str]:
@@ -127,12 +129,12 @@ def check_parent(target: Path) -> None:
     parent = target.absolute().parent
     if (there := standing(parent, follow=True)) != "a folder":
         why = f"its folder is {there}" if there else "its folder does not exist"
-        raise LnrewriteError("LN025", str(target), why, "make the folder first")
+        raise LnrewriteError(Code.LN025, str(target), why, "make the folder first")
     try:
         tempfile.TemporaryFile(dir=parent).close()  # permissions alone do not tell: a full disk, /proc
     except OSError as why:
         said = f"its folder is not writable: {why.strerror}"
-        raise LnrewriteError("LN025", str(target), said, "choose another folder") from why
+        raise LnrewriteError(Code.LN025, str(target), said, "choose another folder") from why
 
 
 LINK = "a link to "
@@ -150,7 +152,7 @@ def standing(path: Path, follow: bool = False) -> str:
         return ""
     except (OSError, ValueError) as why:  # a name that is too long, a loop of links, a NUL
         said = getattr(why, "strerror", None) or str(why)
-        raise LnrewriteError("LN025", str(path), said, "choose another name") from why
+        raise LnrewriteError(Code.LN025, str(path), said, "choose another name") from why
     if stat.S_ISLNK(mode):
         try:
             return LINK + (standing(path, follow=True) or "nothing")

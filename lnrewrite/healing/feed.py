@@ -27,7 +27,7 @@ from ..data.batches import (
     window_of,
 )
 from ..data.files import read_tensors
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..models.program import Program
 
 Rows = dict[str, Tensor]
@@ -184,7 +184,7 @@ def open_feed(data: Any, program: Program, rows: int, length: int | None, seed: 
                 torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8), wanted, rows, wide, width, seed, name
             )
         return Arrays(checked(text_rows(name, path, wanted, program.tokenizer, False, width)), rows, wide, seed, name)
-    held = read_tensors(path, "LN022")
+    held = read_tensors(path, Code.LN022)
     if isinstance(held, dict) and len(held) == 1:
         held = next(iter(held.values()))
     if isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point() and len(limits) == 1:
@@ -204,7 +204,7 @@ def _walk(data: Any, checked: Callable[[Any], Rows]) -> Callable[[], Iterator[Ro
     """Return what walks a user's batches from the start."""
     if isinstance(data, Mapping) or not (callable(data) or isinstance(data, Iterable)):
         raise LnrewriteError(
-            "LN022", "data", f"a {type(data).__name__} is no iterable of batches", "give a list of dicts"
+            Code.LN022, "data", f"a {type(data).__name__} is no iterable of batches", "give a list of dicts"
         )
     if isinstance(data, Iterator):
         data = list(data)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from ..comparison.verifying import logits
-from ..errors import LnrewriteError, UsageError, did_you_mean
+from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Kind
 from ..models.program import Program
 from .feed import LABELS, Rows, inputs_of
@@ -47,14 +47,14 @@ class Mix:
         for term in text.split(","):
             name, _, weight = term.strip().partition("=")
             if name not in known:
-                raise UsageError("LN003", f"loss {name!r}", "there is no such term", did_you_mean(name, known))
+                raise UsageError(Code.LN003, f"loss {name!r}", "there is no such term", did_you_mean(name, known))
             try:
                 found[name] = float(weight)
             except ValueError:
                 why = f"the weight {weight!r} is no number"
-                raise UsageError("LN003", f"loss {name!r}", why, f"write {name}=0.5") from None
+                raise UsageError(Code.LN003, f"loss {name!r}", why, f"write {name}=0.5") from None
             if not 0 <= found[name] < float("inf"):
-                raise UsageError("LN003", f"loss {name!r}", "a weight must be finite and not negative", "write 0.5")
+                raise UsageError(Code.LN003, f"loss {name!r}", "a weight must be finite and not negative", "write 0.5")
         return cls(**found)
 
 
@@ -76,7 +76,7 @@ class Objective:
         for name in program.id_limits():
             if name in example and example[name].dim() == 2 and example[name].shape[1] < 2:
                 why = "its sequences have one token, which nothing follows"
-                raise LnrewriteError("LN022", f"data: {name}", why, "give longer sequences (--length)")
+                raise LnrewriteError(Code.LN022, f"data: {name}", why, "give longer sequences (--length)")
         kinds = [site.norm.kind for s in program.network.streams for _, site in s.sites()]
         masks = tuple(n for n, t in example.items() if "mask" in n and t.dim() == 2)
         return cls(_causal(program, example), masks, 2 * kinds.count(Kind.LAYER) > len(kinds))
@@ -119,7 +119,7 @@ class Objective:
         if not fitting:
             why = f"they have shape {list(wanted)}, and the outputs {', '.join(str(list(t.shape)) for t in leaves)}"
             remedy = "give labels of the logits' shape without its last axis, or a model with a head"
-            raise LnrewriteError("LN022", "labels", why, remedy)
+            raise LnrewriteError(Code.LN022, "labels", why, remedy)
         return fitting[0]
 
     def targets(self, batch: Rows) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..errors import UsageError, did_you_mean
+from ..errors import Code, UsageError, did_you_mean
 
 TRAINED = {
     "all": "everything",
@@ -99,4 +99,4 @@ class Recipe:
 
 
 def _wrong(name: str, value: object, remedy: str) -> None:
-    raise UsageError("LN003", f"{name}={value}", "a recipe does not take that value", remedy)
+    raise UsageError(Code.LN003, f"{name}={value}", "a recipe does not take that value", remedy)

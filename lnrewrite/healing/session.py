@@ -19,7 +19,7 @@ from ..algebra.placement import switches, usual_norm
 from ..backends.torch.capture import evaluating
 from ..backends.torch.module import CapturedModule, stored
 from ..comparison.verifying import drift
-from ..errors import LnrewriteError, UsageError
+from ..errors import Code, LnrewriteError, UsageError
 from ..files.landing import write_text_whole
 from ..ir import Where
 from ..models.program import Program, capture
@@ -75,7 +75,7 @@ class Session:
         found = Tapering(start, wanted, batches, style, self.recipe.stages, self.recipe.drop_final)
         if self.recipe.drop_final and (held := [w for s in found.program.network.streams for w in unfoldable(s)]):
             why = f"the final norm cannot be folded away: {', '.join(held)}"
-            raise LnrewriteError("LN602", "final norm", why, "keep the final norm (leave out --drop-final)")
+            raise LnrewriteError(Code.LN602, "final norm", why, "keep the final norm (leave out --drop-final)")
         return found
 
     def run(self) -> tuple[Program, Outcome]:
@@ -277,9 +277,9 @@ def mix_of(recipe: Recipe, task: bool) -> Mix:
     mix = Mix.parse(recipe.losses or usual)
     if mix.task and not task:
         why = "the model predicts no next token and the data hold no labels"
-        raise UsageError("LN003", "loss task", why, "give labels, or losses such as kl=1,hidden=1")
+        raise UsageError(Code.LN003, "loss task", why, "give labels, or losses such as kl=1,hidden=1")
     if not (mix.task or mix.kl or mix.hidden):
-        raise UsageError("LN003", "losses", "nothing is left to learn from", "give task, kl or hidden a weight")
+        raise UsageError(Code.LN003, "losses", "nothing is left to learn from", "give task, kl or hidden a weight")
     return mix
 
 
@@ -312,7 +312,7 @@ def check_pair(teacher: Program, student: Program) -> None:
 
 def _unlike(why: str) -> NoReturn:
     remedy = "give a model and what `lnrewrite convert` made of it"
-    raise LnrewriteError("LN601", "the student is no conversion of the teacher", why, remedy)
+    raise LnrewriteError(Code.LN601, "the student is no conversion of the teacher", why, remedy)
 
 
 def grown(program: Program, teacher: Program) -> dict[str, float]:
@@ -350,7 +350,7 @@ def give_back(student: nn.Module, healed: Program) -> nn.Module:
         if found is None or found.shape != parameter.shape:
             why = f"the healed network has no parameter {name} of its shape"
             remedy = "heal the program (lnr.capture), or without progressive and drop_final"
-            raise LnrewriteError("LN602", type(student).__name__, why, remedy)
+            raise LnrewriteError(Code.LN602, type(student).__name__, why, remedy)
         pairs.append((parameter, found))
     with torch.no_grad():
         for parameter, found in pairs:

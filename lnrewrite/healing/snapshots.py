@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from ..errors import LnrewriteError, told, words
+from ..errors import Code, LnrewriteError, told, words
 from ..files.landing import write_text_whole
 from ..quiet import quiet
 from .reading import Planner, Reader
@@ -45,14 +45,14 @@ class Snapshots:
         was = self._asked()
         if was is None and resume:
             why, remedy = "it holds no run to go on with", "leave --resume out, or name the run's folder with --run"
-            raise LnrewriteError("LN605", str(folder), why, remedy)
+            raise LnrewriteError(Code.LN605, str(folder), why, remedy)
         if was is not None and not resume:
             why, remedy = "it holds a run that did not end", "go on with --resume, or remove the folder"
-            raise LnrewriteError("LN605", str(folder), why, remedy)
+            raise LnrewriteError(Code.LN605, str(folder), why, remedy)
         if was is not None and was != json.loads(text):
             other = sorted(k for k in asked if json.loads(text).get(k) != was.get(k))
             why = f"the run there was asked for something else ({', '.join(other)})"
-            raise LnrewriteError("LN605", str(folder), why, "resume with the same options, or remove the folder")
+            raise LnrewriteError(Code.LN605, str(folder), why, "resume with the same options, or remove the folder")
         self.rows()  # a log of something else is told before it is replaced
         world.wait()
         self.lock = self._locked() if world.first else None
@@ -89,7 +89,9 @@ class Snapshots:
         except (Exception, CheckpointException) as error:  # torch wraps what the file system says
             shutil.rmtree(temporary, ignore_errors=True)
             why = f"the checkpoint of step {step} cannot be written: {_told(error)}"
-            raise LnrewriteError("LN025", str(self.folder), why, "free some room, then go on with --resume") from error
+            raise LnrewriteError(
+                Code.LN025, str(self.folder), why, "free some room, then go on with --resume"
+            ) from error
         self.world.wait()
         if self.world.first:
             earlier = self._checkpoints(phase)
@@ -114,7 +116,7 @@ class Snapshots:
                 load(held, storage_reader=reader, planner=Planner())
         except (Exception, CheckpointException) as error:  # whatever is wrong with the files
             why = f"it cannot be read: {_told(error)}"
-            raise LnrewriteError("LN605", str(place), why, "remove this checkpoint, or the run's folder") from error
+            raise LnrewriteError(Code.LN605, str(place), why, "remove this checkpoint, or the run's folder") from error
         set_state_dict(view, optimizer, model_state_dict=model, optim_state_dict=state)
         return step
 
@@ -127,7 +129,7 @@ class Snapshots:
             except OSError as error:
                 why = f"the log cannot be written: {error.strerror}"
                 raise LnrewriteError(
-                    "LN025", str(self.folder), why, "free some room, then go on with --resume"
+                    Code.LN025, str(self.folder), why, "free some room, then go on with --resume"
                 ) from error
 
     def rows(self) -> list[dict[str, Any]]:
@@ -168,14 +170,14 @@ class Snapshots:
             lock = os.open(self.folder, os.O_RDONLY)
         except OSError as error:
             raise LnrewriteError(
-                "LN025", str(self.folder), str(error.strerror), "choose another place (--run)"
+                Code.LN025, str(self.folder), str(error.strerror), "choose another place (--run)"
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(lock)
             why, remedy = "another process is at the run there", "wait for its end, or name another folder with --run"
-            raise LnrewriteError("LN605", str(self.folder), why, remedy) from error
+            raise LnrewriteError(Code.LN605, str(self.folder), why, remedy) from error
         except OSError:  # a file system without locks
             pass
         return lock
@@ -183,7 +185,7 @@ class Snapshots:
 
 def _no_run(path: Path, error: Exception) -> LnrewriteError:
     why = f"it is not what a run writes there: {told(error)}"
-    return LnrewriteError("LN605", str(path), why, "name another folder with --run, or move that file away")
+    return LnrewriteError(Code.LN605, str(path), why, "name another folder with --run, or move that file away")
 
 
 def _told(error: BaseException) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 
 from ..algebra.fitting import careful_eps, spread, usual
 from ..algebra.placement import WRITABLE, switches
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..ir import Block, Edit, Kind, Norm, Operation, Proposal, SetNorm, Site, Stream, Vectors, Where, sums
 from ..ir.select import select
 from ..models.program import Program
@@ -211,7 +211,7 @@ def _taper(name: str, site: Site, values: Any, going: bool) -> Taper:
     norm = site.norm
     if norm.kind not in WRITABLE or norm.computed or norm.over or norm.factor != 1.0 or site.modulated:
         remedy = "heal without --progressive, or leave the block out of the conversion"
-        raise LnrewriteError("LN602", name, "its norm is not a plain layer or rms norm", remedy)
+        raise LnrewriteError(Code.LN602, name, "its norm is not a plain layer or rms norm", remedy)
     return Taper(name, site.origin[0], site.origin[-1], norm, _typical(norm.kind, values), going)
 
 
@@ -223,4 +223,4 @@ def _typical(kind: Kind, values: Any) -> float:
 
 
 def _refuse(stream: Stream, why: str) -> None:
-    raise LnrewriteError("LN602", stream.name, why, "heal without --progressive")
+    raise LnrewriteError(Code.LN602, stream.name, why, "heal without --progressive")

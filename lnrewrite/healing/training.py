@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.torch.feeding import flat_inputs
-from ..errors import LnrewriteError
+from ..errors import Code, Exit, LnrewriteError
 from ..models.program import Program
 from .feed import Feed, Rows, inputs_of, number
 from .losses import Mix, Objective
@@ -32,11 +32,11 @@ SAY = 0.5
 class Stopped(LnrewriteError):
     """Report a Ctrl-C in training: what was done is kept."""
 
-    exit_code = 130
+    exit_code = Exit.INTERRUPTED
 
     def __init__(self, phase: str, step: int) -> None:
         super().__init__(
-            "interrupted", "Ctrl-C", f"{phase} was stopped and saved at step {step}", "go on with --resume"
+            Code.INTERRUPTED, "Ctrl-C", f"{phase} was stopped and saved at step {step}", "go on with --resume"
         )
 
 
@@ -183,7 +183,7 @@ class Phase:
             )
         why = f"{what} is NaN or infinite, first in {bad}; the last checkpoint is kept"
         raise LnrewriteError(
-            "LN604", f"{self.name} step {step + 1}", why, "lower --lr, check the data, or leave out --bf16"
+            Code.LN604, f"{self.name} step {step + 1}", why, "lower --lr, check the data, or leave out --bf16"
         )
 
 

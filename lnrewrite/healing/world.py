@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from ..backends.torch.module import CapturedModule, stored
-from ..errors import UsageError
+from ..errors import Code, UsageError
 from .view import View
 
 
@@ -36,7 +36,7 @@ class World:
             return cls(0, 1, torch.device(device))
         if rows % size:
             why = f"{rows} rows of a micro-batch cannot be shared by {size} processes"
-            raise UsageError("LN003", "batch", why, f"give a multiple of {size} times accumulate")
+            raise UsageError(Code.LN003, "batch", why, f"give a multiple of {size} times accumulate")
         place = torch.device(device)
         if place.type == "cuda":
             place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

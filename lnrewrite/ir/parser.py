@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from ..errors import Refusal
+from ..errors import Code, Refusal
 from .network import Block, Network, Stream
 from .parts import Arm, Barrier, Kind, Linear, Norm, Scale, Side, Site, Where
 from .printer import PLAIN, implied_readers
@@ -254,4 +254,4 @@ def _read_elsewhere(rest: str) -> Site:
 
 def _read_refusal(rest: str) -> Refusal:
     code, site, why, remedy = map(_read_name, _match(_REFUSED, rest, "a refusal (code site why remedy)").groups())
-    return Refusal(code, site, why, remedy)
+    return Refusal(Code(code), site, why, remedy)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from .. import errors
-from ..errors import UsageError
+from ..errors import Code, UsageError
 from .network import Block, Network
 
 
@@ -27,7 +27,7 @@ def select(network: Network, expression: str | None) -> frozenset[str]:
         if not names:
             every = [block.name for block in network.blocks]
             why = f"it names none of the {len(every)} blocks"
-            raise UsageError("LN004", f"block selection {term!r}", why, errors.did_you_mean(term, every))
+            raise UsageError(Code.LN004, f"block selection {term!r}", why, errors.did_you_mean(term, every))
         found |= names
     return frozenset(found)
 
@@ -36,9 +36,11 @@ def _term(blocks: Sequence[Block], term: str) -> set[str]:
     """Return the names that one term selects."""
     names = [block.name for block in blocks]
     if "**" in term:
-        raise UsageError("LN004", f"block selection {term!r}", "one star stands for any text", "write * once")
+        raise UsageError(Code.LN004, f"block selection {term!r}", "one star stands for any text", "write * once")
     if re.search(r"\d{10}", term):
-        raise UsageError("LN004", f"block selection {term!r}", "no number is that large", "name a block that is there")
+        raise UsageError(
+            Code.LN004, f"block selection {term!r}", "no number is that large", "name a block that is there"
+        )
     if term in ("attention", "mlp"):
         kinds = ("mlp", "moe") if term == "mlp" else ("attention",)
         return {block.name for block in blocks if block.kind in kinds}
@@ -56,8 +58,8 @@ def _count(term: str, share: str, total: int) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)%|(\d+)", share)
     if not found:
         why, remedy = "expected a count or a share", "write first:2 or last:25%"
-        raise UsageError("LN004", f"block selection {term!r}", why, remedy)
+        raise UsageError(Code.LN004, f"block selection {term!r}", why, remedy)
     if found[1] and float(found[1]) > 100:
         why = f"{found[1]}% is more than all of the blocks"
-        raise UsageError("LN004", f"block selection {term!r}", why, "write a share up to 100%")
+        raise UsageError(Code.LN004, f"block selection {term!r}", why, "write a share up to 100%")
     return min(total, math.ceil(total * float(found[1]) / 100) if found[1] else int(found[2]))

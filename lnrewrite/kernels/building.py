@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..files.landing import room
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -68,7 +68,7 @@ def build(
             os.replace(made, target)
     except OSError as why:
         remedy = "choose another file with -o, and name it in LNREWRITE_KERNELS"
-        raise LnrewriteError("LN025", str(target), str(why), remedy) from why
+        raise LnrewriteError(Code.LN025, str(target), str(why), remedy) from why
     return Built(target, compiler, nvcc)
 
 
@@ -125,4 +125,4 @@ def _run(command: list[str]) -> None:
 
 
 def _failed(what: str, why: str, remedy: str) -> LnrewriteError:
-    return LnrewriteError("LN531", what, why, remedy)
+    return LnrewriteError(Code.LN531, what, why, remedy)

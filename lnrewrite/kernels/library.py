@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from .building import place
 
 DOMAIN = "lnrewrite"
@@ -22,7 +22,7 @@ def find() -> Path | None:
     """
     if named := os.environ.get(VARIABLE):
         if not Path(named).is_file():
-            raise LnrewriteError("LN530", VARIABLE, f"there is no file {named}", "name the library, or unset it")
+            raise LnrewriteError(Code.LN530, VARIABLE, f"there is no file {named}", "name the library, or unset it")
         return Path(named).resolve()  # a bare name would be looked for where the system keeps libraries
     built = place()
     return built if built.is_file() else None
@@ -37,13 +37,13 @@ def register(options: Any, needed_by: str, cuda: bool = False) -> None:
     library = find()
     if library is None:
         why = "it holds operators of lnrewrite, whose kernels are not built here"
-        raise LnrewriteError("LN530", f"model {needed_by!r}", why, "lnrewrite kernels build")
+        raise LnrewriteError(Code.LN530, f"model {needed_by!r}", why, "lnrewrite kernels build")
     try:
         options.register_custom_ops_library(str(library))
         lacks = cuda and not ctypes.CDLL(str(library)).lnrewrite_has_cuda()
     except Exception as error:  # ONNX Runtime has no common base class of its errors
         text = f"it does not load: {' '.join(str(error).split())[:200]}"
-        raise LnrewriteError("LN530", str(library), text, "lnrewrite kernels build") from error
+        raise LnrewriteError(Code.LN530, str(library), text, "lnrewrite kernels build") from error
     if lacks:
         why = f"{library} was built without CUDA: its operators would run on the CPU"
-        raise LnrewriteError("LN530", f"model {needed_by!r}", why, "lnrewrite kernels build --cuda")
+        raise LnrewriteError(Code.LN530, f"model {needed_by!r}", why, "lnrewrite kernels build --cuda")

@@ -19,7 +19,7 @@ from torch import fx, nn
 from ..backends.torch.module import Called, CapturedModule
 from ..detect.found import Found
 from ..detect.graph import OpGraph
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from .ports import Call, Ports, Spot
 
 aten = torch.ops.aten
@@ -104,7 +104,7 @@ class Difference:
         remedy = "take the exported route (lnr.convert, or -o OUT.pt2), or give the module a child of its own there"
         if (times := self.ports.times(where)) > 1:
             why = f"{where} is called {times} times, so that one edit would act at each"
-        raise LnrewriteError("LN310", where or "the module's forward", why, remedy)
+        raise LnrewriteError(Code.LN310, where or "the module's forward", why, remedy)
 
     # ---- what readers want ----
 

@@ -15,7 +15,7 @@ from ..backends.torch.capture import Capture, capture_module, evaluating
 from ..backends.torch.module import Signature, stored
 from ..comparison.verifying import proof
 from ..detect.norms import find_norms
-from ..errors import LnrewriteError, told
+from ..errors import Code, LnrewriteError, told
 from ..models.program import Program, check_finite
 from ..pipeline.driver import Pipeline
 from ..pipeline.protocols import Batch
@@ -61,7 +61,7 @@ def rewrite(
     """
     _check(module)
     if (pipeline is None) == (to is None):
-        raise LnrewriteError("LN003", "rewrite", "give either a pipeline or to=", "e.g. to='peri'")
+        raise LnrewriteError(Code.LN003, "rewrite", "give either a pipeline or to=", "e.g. to='peri'")
     if to is not None:
         pipeline = placing(to, norm, blocks)
     plan = Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline
@@ -89,7 +89,7 @@ def unrewrite(module: nn.Module) -> None:
     records: list[Record] = getattr(module, RECORD, [])
     if not records:
         remedy = "give the module that was rewritten"
-        raise LnrewriteError("LN314", type(module).__name__, "no rewrite of it is recorded", remedy)
+        raise LnrewriteError(Code.LN314, type(module).__name__, "no rewrite of it is recorded", remedy)
     records[-1].check()
     records.pop().undo()
     if not records:
@@ -137,7 +137,7 @@ def restructure(module: nn.Module, recipe: Recipe) -> None:
         rewritten.apply(module, recipe.changes)
     except RuntimeError as error:
         remedy = "take the exported route (lnr.convert, or -o OUT.pt2)"
-        raise LnrewriteError("LN310", type(module).__name__, str(error), remedy) from error
+        raise LnrewriteError(Code.LN310, type(module).__name__, str(error), remedy) from error
 
 
 def _configs(module: nn.Module) -> list[Any]:
@@ -152,14 +152,14 @@ def _check(module: nn.Module) -> None:
     """Raise LnrewriteError where a module cannot be rewritten in place."""
     if not isinstance(module, nn.Module):
         why = f"a {type(module).__name__} was given"
-        raise LnrewriteError("LN011", "rewrite", why, "give a torch.nn.Module; use lnrewrite.load for files")
+        raise LnrewriteError(Code.LN011, "rewrite", why, "give a torch.nn.Module; use lnrewrite.load for files")
     for name, child in module.named_modules():
         if hasattr(child, "_orig_mod"):
-            raise LnrewriteError("LN312", name or "module", "it is compiled", "rewrite it first, then compile")
+            raise LnrewriteError(Code.LN312, name or "module", "it is compiled", "rewrite it first, then compile")
     for name, parameter in module.named_parameters():
         if type(parameter.data) is not torch.Tensor:
             why = f"its parameter is a {type(parameter.data).__name__}"
-            raise LnrewriteError("LN312", name, why, "rewrite the module first, then shard or quantise it")
+            raise LnrewriteError(Code.LN312, name, why, "rewrite the module first, then shard or quantise it")
     check_finite(module)
 
 
@@ -184,11 +184,13 @@ class Record:
         changed = [slot for m, slot, key, _, new in self.rows if getattr(m, slot).get(key, _MISSING) is not new]
         changed += [m.__class__.__name__ for m, _, new in self.classes if type(m) is not new]
         if changed:
-            raise LnrewriteError("LN314", changed[0], "the structure was changed since", "undo those changes first")
+            raise LnrewriteError(Code.LN314, changed[0], "the structure was changed since", "undo those changes first")
         if any(value.old is None for value in self.values):
-            raise LnrewriteError("LN314", "weights", "their old values were not kept", "rewrite with undo=True")
+            raise LnrewriteError(Code.LN314, "weights", "their old values were not kept", "rewrite with undo=True")
         if any(_checksum(value.parameter) != value.after for value in self.values):
-            raise LnrewriteError("LN314", "weights", "they were changed since", "load the original checkpoint instead")
+            raise LnrewriteError(
+                Code.LN314, "weights", "they were changed since", "load the original checkpoint instead"
+            )
 
     def undo(self) -> None:
         """Put everything back."""
@@ -299,7 +301,7 @@ def _prove(module: nn.Module, program: Program, taken: Capture, seed: int) -> No
             found = proof(program, _AsCaptured(module, taken.module.signature), bound, seed)
     except Exception as error:  # the module's own code, which may look at a norm that is gone
         why = f"rewritten, it fails with {told(error)}"
-        raise LnrewriteError("LN313", type(module).__name__, why, remedy) from error
+        raise LnrewriteError(Code.LN313, type(module).__name__, why, remedy) from error
     if found["verdict"] == "different":
         why = f"its outputs are {found['max_rel']:.1e} (relative) from what was planned"
-        raise LnrewriteError("LN313", type(module).__name__, why, remedy)
+        raise LnrewriteError(Code.LN313, type(module).__name__, why, remedy)

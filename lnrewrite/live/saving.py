@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from .._version import __version__
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..recipe.heads import PLACES, base_of
 from ..recipe.modeling import CLASS, FILE, KEY, generate, record_of, with_record
 
@@ -48,7 +48,7 @@ def recorded(content: Mapping[str, Any], module: nn.Module, changes: Sequence[An
             raise ValueError("no auto class of transformers opens it")
     except ValueError as error:
         remedy = "take -o OUT.pt2, or rewrite the loaded module (lnr.rewrite) and keep its state_dict"
-        raise LnrewriteError("LN310", cls.__name__, str(error), remedy) from error
+        raise LnrewriteError(Code.LN310, cls.__name__, str(error), remedy) from error
     return with_record(content, record, name)
 
 
@@ -125,7 +125,7 @@ class Refusing:
     def __call__(self, *args: Any, **how: Any) -> NoReturn:
         """Raise LnrewriteError LN310."""
         remedy = f"save the {self.whole} (AutoModel opens its base network), or rewrite this part by itself"
-        raise LnrewriteError("LN310", self.name, f"it is a part of a {self.whole} that was rewritten", remedy)
+        raise LnrewriteError(Code.LN310, self.name, f"it is a part of a {self.whole} that was rewritten", remedy)
 
 
 def written(module: Any) -> Any:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LnrewriteError, told
+from ..errors import Code, LnrewriteError, told
 from .identify import Form, damaged, listed, not_a_model
 from .transformers import library
 from .weighing import weighed
@@ -144,4 +144,4 @@ def _lacks_pooler(module: torch.nn.Module, missing: Iterable[str]) -> bool:
 
 def _misfit(form: Form, why: str) -> LnrewriteError:
     remedy = "check `architectures` in config.json against the weights"
-    return LnrewriteError("LN016", f"model {form.name!r}", why, remedy)
+    return LnrewriteError(Code.LN016, f"model {form.name!r}", why, remedy)

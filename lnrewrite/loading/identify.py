@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..errors import LnrewriteError, did_you_mean
+from ..errors import Code, LnrewriteError, did_you_mean
 from ..files.output import named_path
 from .archives import program_hazards
 from .configs import read_config
@@ -78,21 +78,21 @@ def identify(model: str) -> Form:
         raise damaged(model, str(error)) from error
     except OSError as error:
         why = f"it cannot be read: {error.strerror or error}"
-        raise LnrewriteError("LN010", f"model {model!r}", why, "check the path and its permissions") from error
+        raise LnrewriteError(Code.LN010, f"model {model!r}", why, "check the path and its permissions") from error
     if _REFERENCE.fullmatch(model):
         return Form(Format.CALLABLE, model)
-    raise LnrewriteError("LN010", f"model {model!r}", "there is no such file or folder", _nearest(path))
+    raise LnrewriteError(Code.LN010, f"model {model!r}", "there is no such file or folder", _nearest(path))
 
 
 def not_a_model(model: str, why: str) -> LnrewriteError:
     """Make the error for content that is none of the forms."""
     remedy = "give a .pt2, a state dict or safetensors with --factory, a transformers folder or pkg.module:callable"
-    return LnrewriteError("LN011", f"model {model!r}", why, remedy)
+    return LnrewriteError(Code.LN011, f"model {model!r}", why, remedy)
 
 
 def damaged(model: str, why: str) -> LnrewriteError:
     """Make the error for a file that starts like a model and cannot be read to its end."""
-    return LnrewriteError("LN015", f"model {model!r}", why, "fetch or save the file again")
+    return LnrewriteError(Code.LN015, f"model {model!r}", why, "fetch or save the file again")
 
 
 def _nearest(path: Path) -> str:
@@ -237,7 +237,7 @@ def _check_inside(model: str, folder: Path, roots: list[Path]) -> None:
         if not why and file.exists() and not file.is_file() and not file.is_dir():  # to open it may take for ever
             why, remedy = "is no plain file", "take it out of the folder"
         if why:
-            raise LnrewriteError("LN028", f"model {model!r}", f"{file.name} {why}", remedy)
+            raise LnrewriteError(Code.LN028, f"model {model!r}", f"{file.name} {why}", remedy)
     if missing := [file.name for file in shards if not file.is_file()]:
         raise damaged(model, f"the shards {listed(missing)} are missing")
 

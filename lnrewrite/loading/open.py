@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LnrewriteError, Untrusted, code_of_others, did_you_mean, told
+from ..errors import Code, LnrewriteError, Untrusted, code_of_others, did_you_mean, told
 from ..quiet import quiet
 from .identify import Form, Format, damaged, identify, listed, not_a_model
 from .pickles import Damaged, check_built
@@ -75,7 +75,7 @@ def open_module(
     return replace(opened, path=None if form.path is None else str(form.path))
 
 
-def import_object(reference: str, code: str = "LN019") -> Any:
+def import_object(reference: str, code: Code = Code.LN019) -> Any:
     """Import what `pkg.module:name` names; the current folder is importable from now on.
 
     Raises LnrewriteError `code` where the module cannot be imported or lacks the name.
@@ -120,15 +120,17 @@ def build(factory: Factory) -> tuple[torch.nn.Module, dict[str, Any] | None]:
     return made, inputs
 
 
-def _failed(name: str, why: str, code: str = "LN019", remedy: str = "") -> LnrewriteError:
+def _failed(name: str, why: str, code: Code = Code.LN019, remedy: str = "") -> LnrewriteError:
     default = "name a callable without arguments that returns a torch.nn.Module"
-    what = "data" if code == "LN022" else "factory"
-    return LnrewriteError(code, f"{what} {name!r}", why, remedy or (default if code == "LN019" else "check the name"))
+    what = "data" if code == Code.LN022 else "factory"
+    return LnrewriteError(
+        code, f"{what} {name!r}", why, remedy or (default if code == Code.LN019 else "check the name")
+    )
 
 
 def _torchscript(model: str) -> LnrewriteError:
     remedy = "give the Python module as pkg.module:callable, or save it with torch.export.save"
-    return LnrewriteError("LN014", f"model {model!r}", "it is TorchScript, which is not read", remedy)
+    return LnrewriteError(Code.LN014, f"model {model!r}", "it is TorchScript, which is not read", remedy)
 
 
 def _open_callable(form: Form) -> Opened:
@@ -142,7 +144,7 @@ def _open_demo(form: Form) -> Opened:
     name = form.name.removeprefix("demo:")
     if name not in demo.NAMES:
         hint = did_you_mean(name, demo.NAMES)
-        raise LnrewriteError("LN001", f"demo model {name!r}", "there is no such demo model", hint)
+        raise LnrewriteError(Code.LN001, f"demo model {name!r}", "there is no such demo model", hint)
     return Opened(form.format, demo.load(name))
 
 
@@ -171,7 +173,7 @@ def _know_outputs(form: Form) -> None:
             importlib.import_module(name.rpartition(".")[0])
         except ImportError as error:
             why, remedy = f"the program returns a {name}", "pip install transformers (or lnrewrite[hf])"
-            raise LnrewriteError("LN018", f"model {form.name!r}", why, remedy) from error
+            raise LnrewriteError(Code.LN018, f"model {form.name!r}", why, remedy) from error
 
 
 def _open_torchscript(form: Form) -> Opened:
@@ -180,7 +182,7 @@ def _open_torchscript(form: Form) -> Opened:
 
 def _open_onnx(form: Form) -> Opened:
     why = "an ONNX file holds a graph, not a torch module"
-    raise LnrewriteError("LN032", f"model {form.name!r}", why, "open it with lnrewrite.load")
+    raise LnrewriteError(Code.LN032, f"model {form.name!r}", why, "open it with lnrewrite.load")
 
 
 _OPENERS: dict[Format, Callable[[Form], Opened]] = {
@@ -228,7 +230,7 @@ def _open_weights(form: Form, factory: Factory | None, trust_pickle: bool) -> Op
     if factory is None:
         why = f"the file holds {len(held)} weights without the network they belong to"
         remedy = "give --factory pkg.module:callable that returns the module"
-        raise LnrewriteError("LN013", f"model {form.name!r}", why, remedy)
+        raise LnrewriteError(Code.LN013, f"model {form.name!r}", why, remedy)
     module, inputs = build(factory)
     notes = load_weights(form.name, module, dict(held))
     return Opened(form.format, module, inputs=inputs, notes=notes)
@@ -256,7 +258,7 @@ def _read_pickle(form: Form, trust_pickle: bool) -> Any:
             if not trust_pickle:  # harmless names in a pickle that torch's restricted reader does not understand
                 why = "torch cannot read it without unpickling (another pickle protocol, or unusual content)"
                 remedy = "save it with torch.save's default protocol, or trust the file with --trust-pickle"
-                raise LnrewriteError("LN012", f"model {form.name!r}", why, remedy)
+                raise LnrewriteError(Code.LN012, f"model {form.name!r}", why, remedy)
         _import_from_here()
         return torch.load(_path_of(form), map_location="cpu", weights_only=False)
     except LnrewriteError:
@@ -265,7 +267,7 @@ def _read_pickle(form: Form, trust_pickle: bool) -> Any:
         raise damaged(form.name, f"torch.load failed with {told(error)}") from error
     except Exception as error:  # a pickle's own code may raise anything
         remedy = "run where its code is importable, or save the weights alone and give --factory"
-        raise LnrewriteError("LN029", f"model {form.name!r}", told(error), remedy) from error
+        raise LnrewriteError(Code.LN029, f"model {form.name!r}", told(error), remedy) from error
 
 
 def _built(form: Form, held: Any) -> Any:
@@ -324,7 +326,7 @@ def load_weights(name: str, module: torch.nn.Module, state: State) -> tuple[str,
     if any(wrong.values()):
         why = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in wrong.items() if names)
         remedy = "give the factory of the network that the file was saved from"
-        raise LnrewriteError("LN016", f"model {name!r}", why, remedy)
+        raise LnrewriteError(Code.LN016, f"model {name!r}", why, remedy)
     casts = sorted({f"{state[k].dtype} to {own[k].dtype}" for k in state if state[k].dtype != own[k].dtype})
     module.load_state_dict(state, strict=False)
     return tuple(f"weights cast from {cast}".replace("torch.", "") for cast in casts)

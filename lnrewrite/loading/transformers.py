@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..recipe.modeling import written_by_us
 from .configs import code_named, read_config
 from .foreign import read_file
@@ -59,16 +59,16 @@ def library(form: Form, trust_remote_code: bool) -> Iterator[tuple[Any, dict[str
     code = code_named(content)
     if code and not trust_remote_code and not _ours(form.path, content, code):
         why = f"its config names code to run: {listed(code)}"
-        raise LnrewriteError("LN017", f"model {form.name!r}", why, "read that code, then give --trust-remote-code")
+        raise LnrewriteError(Code.LN017, f"model {form.name!r}", why, "read that code, then give --trust-remote-code")
     if elsewhere := [name for name in code if "--" in name]:
         why = f"its code is in another repository: {listed(elsewhere)}"
-        raise LnrewriteError("LN028", f"model {form.name!r}", why, "copy the code into the folder")
+        raise LnrewriteError(Code.LN028, f"model {form.name!r}", why, "copy the code into the folder")
     check_counts(form.name, content)
     try:
         import transformers  # noqa: F401
     except ImportError as error:
         remedy = "pip install transformers (or lnrewrite[hf])"
-        raise LnrewriteError("LN018", f"model {form.name!r}", "it is a transformers checkpoint", remedy) from error
+        raise LnrewriteError(Code.LN018, f"model {form.name!r}", "it is a transformers checkpoint", remedy) from error
     with closed() as found:
         yield found, content, bool(code)
 
@@ -105,7 +105,7 @@ class Tokenizer:
                     raise
                 why = f"its tokenizer names code to run: {listed(code)}"
                 remedy = "read that code, then give --trust-remote-code, or give token ids as .npz"
-                raise LnrewriteError("LN017", f"model {self.folder!r}", why, remedy) from error
+                raise LnrewriteError(Code.LN017, f"model {self.folder!r}", why, remedy) from error
 
 
 def tokenizer_in(folder: Path, trusted: bool) -> Tokenizer | None:

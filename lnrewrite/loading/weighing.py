@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from .foreign import Foreign, safetensors_header
 
 if TYPE_CHECKING:
@@ -93,4 +93,4 @@ def weighed(name: str, folder: Path) -> Iterator[None]:
 
 
 def _misfit(name: str, why: str) -> LnrewriteError:
-    return LnrewriteError("LN016", f"model {name!r}", why, "check config.json against the weights")
+    return LnrewriteError(Code.LN016, f"model {name!r}", why, "check config.json against the weights")

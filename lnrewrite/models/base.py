@@ -11,7 +11,7 @@ from ..comparison.proving import Evidence
 from ..detect.arithmetic import Unknown, affine, evaluate
 from ..detect.blocks import detect
 from ..detect.graph import OpGraph
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..ir import Network, text
 from ..ir.summary import Picture, describe
 from ..pipeline.certifying import certify
@@ -127,7 +127,7 @@ class Seen(ABC):
             try:
                 return evaluate(self.graph, param, self.values)
             except Unknown as why:
-                raise LnrewriteError("LN105", param, f"{why} has no rule here", "store it as a parameter") from why
+                raise LnrewriteError(Code.LN105, param, f"{why} has no rule here", "store it as a parameter") from why
         return self._array(self._known(param))
 
     def shape(self, param: str) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ class Seen(ABC):
         try:
             return affine(self.graph, start, end, self.values)
         except Unknown as why:
-            raise LnrewriteError("LN105", end, f"{why} has no rule here", "leave it as it is") from why
+            raise LnrewriteError(Code.LN105, end, f"{why} has no rule here", "leave it as it is") from why
 
     @abstractmethod
     def synthetic(self, seed: int) -> Sequence[Batch]:
@@ -158,7 +158,7 @@ class Seen(ABC):
         try:
             return [next(iter(self.synthetic(seed))), *self.at_other_sizes(seed)]
         except LnrewriteError as error:
-            if error.code != "LN033":
+            if error.code != Code.LN033:
                 raise
             return [self.example_inputs()]
 
@@ -173,5 +173,5 @@ class Seen(ABC):
     def _known(self, param: str) -> Any:
         held = self._held(param)
         if held is None:
-            raise LnrewriteError("LN301", param, "the model has no such parameter", "report this with the model")
+            raise LnrewriteError(Code.LN301, param, "the model has no such parameter", "report this with the model")
         return held

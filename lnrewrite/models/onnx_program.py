@@ -30,7 +30,7 @@ from ..comparison.proving import FLOOR, Evidence, gathered, unexplained
 from ..comparison.verifying import drift, held_in_half
 from ..data.inputs import parse_inputs
 from ..detect.graph import OpGraph
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..export.lowering import lower, split
 from ..export.targets import TARGETS
 from ..files.output import check_output
@@ -209,7 +209,9 @@ class OnnxProgram(Seen):
         held = self.model.opset_imports.get("", 0)
         if opset not in (None, held):
             why = f"the file is of opset {held}"
-            raise LnrewriteError("LN503", f"opset {opset}", why, "leave --opset out, or export the PyTorch model again")
+            raise LnrewriteError(
+                Code.LN503, f"opset {opset}", why, "leave --opset out, or export the PyTorch model again"
+            )
         return self.model.clone()
 
     def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
@@ -220,7 +222,7 @@ class OnnxProgram(Seen):
         from ..export.writer import TOLERANCE, put
 
         if Path(path).suffix == ".pt2":
-            raise LnrewriteError("LN032", str(path), "the model came from an ONNX file", "name an .onnx file")
+            raise LnrewriteError(Code.LN032, str(path), "the model came from an ONNX file", "name an .onnx file")
         model = self.model.clone()
         if self.style in TARGETS:
             lower(model, TARGETS[self.style], version("onnxruntime"))

@@ -23,7 +23,7 @@ from ..comparison.verifying import drift
 from ..detect.graph import OpGraph
 from ..detect.naming import norm_names
 from ..detect.norms import find_norms
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..files.landing import poured, write_whole
 from ..files.output import check_output
 from ..ir import Proposal, Stream
@@ -108,7 +108,7 @@ class Program(Seen):
 
         if any(p.is_meta for p in self._capture.module.parameters()):
             why = "the model is on the meta device and holds no numbers"
-            raise LnrewriteError("LN026", "calibration", why, "load its weights first")
+            raise LnrewriteError(Code.LN026, "calibration", why, "load its weights first")
         example = {k: v for k, v in self.example_inputs().items() if isinstance(v, torch.Tensor)}
         limits = self.id_limits()
         if self.fixed_paths:
@@ -128,7 +128,7 @@ class Program(Seen):
             try:
                 self._record(batch, ())
             except LnrewriteError as error:
-                if error.code != "LN033":
+                if error.code != Code.LN033:
                     raise
                 other = error
             else:
@@ -136,7 +136,7 @@ class Program(Seen):
             if len(found) == 8:
                 break
         if not found:
-            raise LnrewriteError("LN033", "made-up inputs", f"in {len(batches)} draws {other.why}", other.remedy)
+            raise LnrewriteError(Code.LN033, "made-up inputs", f"in {len(batches)} draws {other.why}", other.remedy)
         return found
 
     def at_other_sizes(self, seed: int) -> Sequence[Batch]:
@@ -240,7 +240,7 @@ def capture(
     """
     if not isinstance(module, nn.Module):
         why = f"a {type(module).__name__} was given"
-        raise LnrewriteError("LN011", "capture", why, "give a torch.nn.Module; use lnrewrite.load for files")
+        raise LnrewriteError(Code.LN011, "capture", why, "give a torch.nn.Module; use lnrewrite.load for files")
     check_finite(module)
     return Program(capture_module(module, args, kwargs, dynamic_shapes))
 
@@ -250,7 +250,7 @@ def need_onnx(what: str) -> None:
     for name in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(name) is None:
             remedy = "pip install lnrewrite[cpu] (or lnrewrite[gpu])"
-            raise LnrewriteError("LN018", what, f"ONNX needs the package {name}", remedy)
+            raise LnrewriteError(Code.LN018, what, f"ONNX needs the package {name}", remedy)
 
 
 def check_finite(module: nn.Module) -> None:
@@ -267,4 +267,6 @@ def check_values(name: str, pieces: Iterable[torch.Tensor]) -> None:
             return
         wide = piece.detach() if piece.itemsize > 1 else piece.detach().float()
         if not torch.isfinite(wide.sum()) and not torch.isfinite(wide).all():  # the sum, which is fast, may overflow
-            raise LnrewriteError("LN024", name, "it holds NaN or infinite values", "repair or re-download the weights")
+            raise LnrewriteError(
+                Code.LN024, name, "it holds NaN or infinite values", "repair or re-download the weights"
+            )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import LnrewriteError, Refusal
+from ..errors import Code, LnrewriteError, Refusal
 from ..ir import (
     Affine,
     Barrier,
@@ -92,7 +92,7 @@ def certify(program: Certifiable, seed: int = 0) -> Network | None:
         return network
     rows = sorted((of, EDGES.get(side, "it")) for of, side in wrong)
     why, remedy = "{} is not as it looks: the outputs move in a trial", "it is left alone; please report this model"
-    told = tuple(Refusal("LN208", of, why.format(edge), remedy) for of, edge in rows)
+    told = tuple(Refusal(Code.LN208, of, why.format(edge), remedy) for of, edge in rows)
     streams = tuple(_corrected(s, wrong) for s in network.streams)
     return replace(network, streams=streams, refusals=(*network.refusals, *told))
 

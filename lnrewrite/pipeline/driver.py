@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any, ClassVar, Generic
 
 from .. import errors
-from ..errors import LnrewriteError, Refusal
+from ..errors import Code, LnrewriteError, Refusal
 from ..ir import Exactness, Network
 from .feed import Feed
 from .presets import PRESETS
@@ -49,7 +49,7 @@ class Pipeline:
     def preset(cls, name: str) -> Pipeline:
         """Build the pipeline that a preset stands for. Raises UsageError LN001 for an unknown name."""
         if name not in PRESETS:
-            errors.unknown("LN001", "preset", name, PRESETS)
+            errors.unknown(Code.LN001, "preset", name, PRESETS)
         return cls.parse(PRESETS[name][1])
 
     def __str__(self) -> str:
@@ -160,7 +160,7 @@ def _finite(drift: Mapping[str, Any]) -> None:
     error = drift["relative_error"]
     if error is not None and not error < float("inf"):
         why = "the outputs of the result are NaN or infinite on the data that it was measured on"
-        raise LnrewriteError("LN405", "the result", why, "leave blocks out with blocks=..., and report this model")
+        raise LnrewriteError(Code.LN405, "the result", why, "leave blocks out with blocks=..., and report this model")
 
 
 def _blind(network: Network) -> tuple[str, ...]:
@@ -181,7 +181,7 @@ def _unproved(done: Sequence[Done]) -> tuple[str, ...]:
 
 def _doubted(done: Sequence[Done]) -> tuple[str, ...]:
     """Return what of the picture did not hold where it was tried, so that a pass took it for a barrier."""
-    found = (str(r) for d in done for r in d.network.refusals if isinstance(r, Refusal) and r.code == "LN208")
+    found = (str(r) for d in done for r in d.network.refusals if isinstance(r, Refusal) and r.code == Code.LN208)
     return tuple(dict.fromkeys(found))
 
 

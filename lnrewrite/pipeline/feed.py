@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
 
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from .protocols import Batch, M, Model
 
 LARGE = 0.2
@@ -40,7 +40,7 @@ class Feed:
 
     def _refuse(self, why: str) -> NoReturn:
         what = f"calibration data {self.name}" if self.name else "calibration data"
-        raise LnrewriteError("LN022", what, why, "give a list of dicts of keyword inputs, or of tuples")
+        raise LnrewriteError(Code.LN022, what, why, "give a list of dicts of keyword inputs, or of tuples")
 
     @property
     def fit(self) -> list[Batch]:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from .. import errors
-from ..errors import LnrewriteError, UsageError, code_of_others
+from ..errors import Code, LnrewriteError, UsageError, code_of_others
 
 GROUP = "lnrewrite.passes"
 _SHIPPED = "lnrewrite.passes"  # a package named by string: lnrewrite never imports its passes itself
@@ -41,10 +41,10 @@ def find(name: str) -> type[Any]:
         return _load(EntryPoint(name, name, GROUP), UsageError)
     claims = {entry.value: entry for entry in _entries() if entry.name == name}
     if not claims:
-        errors.unknown("LN001", "pass", name, available())
+        errors.unknown(Code.LN001, "pass", name, available())
     if len(claims) > 1:
         raise UsageError(
-            "LN006",
+            Code.LN006,
             f"pass {name!r}",
             "several packages register that name: " + " and ".join(sorted(map(_origin, claims.values()))),
             "uninstall one of them, or write `package.module:Class` in the pipeline",
@@ -84,13 +84,13 @@ def _listed() -> Iterator[EntryPoint]:
 def _load(entry: EntryPoint, error: type[LnrewriteError]) -> type[Any]:
     """Import one pass and check that it is one; whatever a plugin raises becomes one line that names it."""
     what, remedy = f"pass {entry.name!r}", "repair or uninstall that package; other passes still work"
-    with code_of_others(lambda why: error("LN005", what, f"importing {_origin(entry)} failed: {why}", remedy)):
+    with code_of_others(lambda why: error(Code.LN005, what, f"importing {_origin(entry)} failed: {why}", remedy)):
         cls = entry.load()
     lacks = [member for member in _MEMBERS if not hasattr(cls, member)]
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)) or lacks:
         why = f"it has no {', '.join(lacks)}" if lacks else "it is not a dataclass"
         remedy = "see examples/custom_pass for the shape of one"
-        raise error("LN005", f"pass {entry.name!r}", f"{_origin(entry)} is not a pass: {why}", remedy)
+        raise error(Code.LN005, f"pass {entry.name!r}", f"{_origin(entry)} is not a pass: {why}", remedy)
     return cls
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import Refusal
+from ..errors import Code, Refusal
 from ..ir import Exactness
 
 WIDTH = 100
@@ -77,7 +77,7 @@ class Form:
 
 def unknown_norms(refusals: Iterable[object]) -> tuple[str, ...]:
     """Return what works as a norm in a model and is none that is known, for norms may now stand beside it."""
-    rows = [r for r in refusals if isinstance(r, Refusal) and r.code == "LN205"]
+    rows = [r for r in refusals if isinstance(r, Refusal) and r.code == Code.LN205]
     if not rows:
         return ()
     named = "; ".join([f"{r.site}: {r.why}" for r in rows[:3]] + ["and so on"] * (len(rows) > 3))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Protocol, Self
 
-from ..errors import LnrewriteError, Refusal
+from ..errors import Code, Exit, LnrewriteError, Refusal
 from ..ir import Edit, Proposal, Stream
 
 Edits = Sequence[tuple[Stream, Proposal]]
@@ -25,10 +25,10 @@ class Proof(Enum):
 class Unproved(LnrewriteError):
     """Report that exact passes made something that computes other numbers than what it was made of."""
 
-    exit_code = 4
+    exit_code = Exit.DIFFERENT
 
     def __init__(self, what: str, why: str) -> None:
-        super().__init__("LN404", what, why, "please report this model; fewer passes, or blocks=..., may do")
+        super().__init__(Code.LN404, what, why, "please report this model; fewer passes, or blocks=..., may do")
 
 
 class Provable(Protocol):
@@ -84,7 +84,7 @@ def sound(
         if not more or not (why := why_not(kept + more)):
             return kept + more
         if len(more) == 1:
-            refusals.append(Refusal("LN404", more[0][1].target, why, REMEDY))
+            refusals.append(Refusal(Code.LN404, more[0][1].target, why, REMEDY))
             return kept
         middle = len(more) // 2
         return halved(halved(kept, more[:middle]), more[middle:])

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from .. import errors
-from ..errors import UsageError
+from ..errors import Code, UsageError
 from . import registry
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*(?::[A-Za-z_][\w.]*)?")
@@ -32,7 +32,7 @@ def parse(text: str) -> Iterator[Any]:
     items = list(_items(text))  # the whole text is read before any pass is imported
     if len(items) > MOST:
         why = f"it has {len(items)} passes, and {MOST} are taken"
-        raise UsageError("LN002", "pipeline", why, "run it in parts")
+        raise UsageError(Code.LN002, "pipeline", why, "run it in parts")
     for name, options in items:
         yield _build(name, options)
 
@@ -94,7 +94,7 @@ def _found(text: str, at: int) -> str:
 
 
 def _wrong(at: int, why: str) -> NoReturn:
-    raise UsageError("LN002", f"pipeline column {at + 1}", why, "write it as `pass{option=value},pass,...`")
+    raise UsageError(Code.LN002, f"pipeline column {at + 1}", why, "write it as `pass{option=value},pass,...`")
 
 
 # ---- options ----
@@ -110,15 +110,17 @@ def _build(name: str, options: Mapping[str, str | None]) -> Any:
         if key not in fields:
             if not fields:
                 _bad(name, key, f"{name} takes no options", f"write {name} alone")
-            errors.unknown("LN003", f"option of {name}", key, fields)
+            errors.unknown(Code.LN003, f"option of {name}", key, fields)
         values[fields[key].name] = _read(name, key, text, hints[fields[key].name])
     needed = [key for key, f in fields.items() if _default(f) is dataclasses.MISSING and f.name not in values]
     if needed:
-        raise UsageError("LN003", f"pass {name}", f"it needs {', '.join(needed)}", f"write {name}{{{needed[0]}=...}}")
+        raise UsageError(
+            Code.LN003, f"pass {name}", f"it needs {', '.join(needed)}", f"write {name}{{{needed[0]}=...}}"
+        )
     try:
         return cls(**values)
     except ValueError as reason:  # a pass may check its options in __post_init__
-        raise UsageError("LN003", f"pass {name}", str(reason), "choose another value") from reason
+        raise UsageError(Code.LN003, f"pass {name}", str(reason), "choose another value") from reason
 
 
 def _read(name: str, key: str, text: str | None, hint: Any) -> Any:
@@ -187,7 +189,7 @@ def _nearest(text: str, choices: Sequence[Any]) -> str:
 
 
 def _bad(name: str, key: str, why: str, remedy: str) -> NoReturn:
-    raise UsageError("LN003", f"option {key!r} of {name}", why, remedy)
+    raise UsageError(Code.LN003, f"option {key!r} of {name}", why, remedy)
 
 
 def _kebab(name: str) -> str:

@@ -21,7 +21,7 @@ import onnxruntime
 from ..backends.onnx.file import read
 from ..backends.onnx.inputs import dynamic_axes
 from ..backends.onnx.session import OnnxModule
-from ..errors import LnrewriteError
+from ..errors import Code, LnrewriteError
 from ..kernels.library import DOMAIN, register
 from ..loading.identify import Format, identify
 from ..models.onnx_program import OnnxProgram
@@ -91,7 +91,7 @@ def _path(model: str) -> Path:
     form = identify(model)
     if form.format is not Format.ONNX or form.path is None:
         why, remedy = f"it is {form.format}, and bench times ONNX files", "write it with `lnrewrite export` first"
-        raise LnrewriteError("LN520", f"model {model!r}", why, remedy)
+        raise LnrewriteError(Code.LN520, f"model {model!r}", why, remedy)
     return form.path
 
 
@@ -108,7 +108,7 @@ def _opened(models: Sequence[str], inputs: Any, seed: int) -> list[Timed]:
             feed = module.feed((), {key: value for key, value in given.items() if key in module.inputs})
         except LnrewriteError as error:
             why = f"the inputs of {models[0]} do not fit: {error.why}"
-            raise LnrewriteError("LN520", f"model {name!r}", why, "time models that take the same inputs") from error
+            raise LnrewriteError(Code.LN520, f"model {name!r}", why, "time models that take the same inputs") from error
         sizes = {dim: feed[key].shape[i] for key, axes in dynamic_axes(model).items() for i, dim in axes.items()}
         timed.append(Timed(name, path, feed, sizes, DOMAIN in model.graph.opset_imports, OnnxProgram(model).notes))
     return timed

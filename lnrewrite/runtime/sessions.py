@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 import onnxruntime
 
-from ..errors import LnrewriteError, unknown
+from ..errors import Code, LnrewriteError, unknown
 from ..kernels.library import DOMAIN, register
 from ..loading.identify import Format, identify
 
@@ -29,7 +29,7 @@ def session(
     name, form = str(path), identify(str(path))
     if form.format is not Format.ONNX:
         why, remedy = f"it is {form.format}, and sessions run ONNX files", "write it with `lnrewrite export` first"
-        raise LnrewriteError("LN520", f"model {name!r}", why, remedy)
+        raise LnrewriteError(Code.LN520, f"model {name!r}", why, remedy)
     options = options or onnxruntime.SessionOptions()
     if threads is not None:
         options.intra_op_num_threads = threads
@@ -50,13 +50,13 @@ def holds_operators(path: str | os.PathLike[str]) -> bool:
 def does_not_run(name: str, why: Exception) -> LnrewriteError:
     """Make the error for a model that ONNX Runtime refuses."""
     text = f"it does not run: {str(why) or type(why).__name__}"
-    return LnrewriteError("LN520", f"model {name!r}", text, "see `lnrewrite explain LN520`")
+    return LnrewriteError(Code.LN520, f"model {name!r}", text, "see `lnrewrite explain LN520`")
 
 
 def check_target(target: str) -> None:
     """Raise for a target that no session runs on, or not here."""
     if target not in PROVIDERS:
-        unknown("LN003", "target", target, PROVIDERS)
+        unknown(Code.LN003, "target", target, PROVIDERS)
     if PROVIDERS[target] not in onnxruntime.get_available_providers():
         why = f"this onnxruntime has no {PROVIDERS[target]}"
-        raise LnrewriteError("LN520", f"target {target}", why, "pip install lnrewrite[gpu] on a machine with a GPU")
+        raise LnrewriteError(Code.LN520, f"target {target}", why, "pip install lnrewrite[gpu] on a machine with a GPU")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from hypothesis import strategies as st
 
-from lnrewrite.errors import Refusal
+from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Arm, Barrier, Block, Kind, Linear, Network, Norm, Placement, Scale, Side, Site, Stream, Where
 from lnrewrite.pipeline import Context
 from lnrewrite.testing.reference import Machine, invent
@@ -280,6 +280,6 @@ def _any_stream(draw: Any) -> Stream:
 
 def networks() -> st.SearchStrategy[Network]:
     """Draw networks of any content at all; they need not make sense, only survive being written and read."""
-    refusals = st.builds(Refusal, _words, _words, _words, _words)
+    refusals = st.builds(Refusal, st.sampled_from(Code), _words, _words, _words)
     parts = (_any_stream(), _any_site(*Where), refusals)
     return st.builds(Network, *(st.lists(part, max_size=2).map(tuple) for part in parts))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from lnrewrite.errors import Refusal
+from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Edit, Exactness, Gain, Proposal, SetNorm, Site, Stream, Where, site_name
 from lnrewrite.pipeline import Context
 
@@ -42,10 +42,10 @@ class PlusOneGains:
                 skipped.append((name, why))
             elif site.norm.computed:
                 why, remedy = "its gain is computed, so there is no parameter to write to", "select other blocks"
-                refusals.append(Refusal("LN105", name, why, remedy))
+                refusals.append(Refusal(Code.LN105, name, why, remedy))
             elif uses[site.norm.gamma] > 1:
                 why = f"{site.norm.gamma} is the gain of {uses[site.norm.gamma]} norms, and one edit would change all"
-                refusals.append(Refusal("LN102", name, why, "give each norm a gain of its own"))
+                refusals.append(Refusal(Code.LN102, name, why, "give each norm a gain of its own"))
             else:
                 edits.append(Edit(target, (_rewrite(site),)))
         skipped += [(block.name, "the block has no norm") for block in stream.blocks if not block.sites]

@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ...detect.found import Found
-from ...errors import LnrewriteError
+from ...errors import Code, LnrewriteError
 from ...ir import Kind, Norm
 from ..torch.capture import export_again, quiet
 from ..torch.fixed import ASSERT
@@ -50,7 +50,7 @@ def to_onnx(
     """
     if opset not in OPSETS:
         why = f"models are written in {OPSETS[0]} to {OPSETS[-1]}"
-        raise LnrewriteError("LN503", f"opset {opset}", why, f"give --opset {OPSET}")
+        raise LnrewriteError(Code.LN503, f"opset {opset}", why, f"give --opset {OPSET}")
     with quiet():
         semantic = _Semantic(module)
         for output, found in norms.items():
@@ -60,15 +60,17 @@ def to_onnx(
             program = export_again(semantic.finish(), args, kwargs)
             exported = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=opset, verbose=False)
         except Exception as error:
-            raise LnrewriteError("LN501", "the model", _reason(error), OTHER_OPSET) from error
+            raise LnrewriteError(Code.LN501, "the model", _reason(error), OTHER_OPSET) from error
         assert exported is not None
         model = exported.model
         if model.opset_imports[""] != opset:
-            raise LnrewriteError("LN503", f"opset {opset}", "onnxscript cannot convert to it", f"give --opset {OPSET}")
+            raise LnrewriteError(
+                Code.LN503, f"opset {opset}", "onnxscript cannot convert to it", f"give --opset {OPSET}"
+            )
         try:
             _clean(model, semantic.module)
         except RuntimeError as error:  # an evaluator of onnxscript that fails on an operator
-            raise LnrewriteError("LN501", "the model", str(error), OTHER_OPSET) from error
+            raise LnrewriteError(Code.LN501, "the model", str(error), OTHER_OPSET) from error
         _name(model, module)
         exported.rename_axes(_axes(model))
         infer_shapes(model)

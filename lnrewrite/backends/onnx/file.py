@@ -12,7 +12,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import InlinePass, TopologicalSortPass
 
-from ...errors import LnrewriteError
+from ...errors import Code, LnrewriteError
 from .rules import Rules
 
 logging.getLogger("onnx_ir").addHandler(logging.NullHandler())  # what it thinks of a file is for who asks to hear it
@@ -36,7 +36,7 @@ def read(path: Path, name: str, inline: bool = True) -> ir.Model:
         proto.ParseFromString(path.read_bytes())
     except DecodeError as why:
         text = f"its protobuf cannot be read: {why}"
-        raise LnrewriteError("LN015", f"model {name!r}", text, "fetch it again") from why
+        raise LnrewriteError(Code.LN015, f"model {name!r}", text, "fetch it again") from why
     rules = Rules(proto, path, name)
     rules.check()
     try:
@@ -117,7 +117,7 @@ def check_finite(model: ir.Model, name: str) -> None:
         wrong = (lambda x: ~np.isfinite(x)) if weight else np.isnan
         if any(wrong(flat[i : i + PIECE]).any() for i in range(0, len(flat), PIECE)):
             why = "it holds NaN or infinite values"
-            raise LnrewriteError("LN024", f"model {name!r}: {value.name}", why, "repair or re-download the weights")
+            raise LnrewriteError(Code.LN024, f"model {name!r}: {value.name}", why, "repair or re-download the weights")
 
 
 def _initializers(model: ir.Model) -> Iterator[ir.Value]:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from ...errors import LnrewriteError
+from ...errors import Code, LnrewriteError
 from .lift import size
 from .session import TORCH
 
@@ -46,7 +46,7 @@ def example_inputs(model: ir.Model, run: Callable[[dict[str, Tensor]], object]) 
             continue
         return inputs
     shapes = " ".join(f"--input '{n}={_word(v)}[{','.join(map(str, _dims(v)))}]'" for n, v in given(model).items())
-    raise LnrewriteError("LN020", "inputs", f"made-up inputs do not run: {first}", f"give them, such as {shapes}")
+    raise LnrewriteError(Code.LN020, "inputs", f"made-up inputs do not run: {first}", f"give them, such as {shapes}")
 
 
 def drawn(model: ir.Model, sizes: Mapping[str, int], seed: int = 0) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def drawn(model: ir.Model, sizes: Mapping[str, int], seed: int = 0) -> dict[str,
         shape = [d if isinstance(d, int) else sizes[d] for d in _dims(value)]
         if min(shape, default=0) < 0 or prod(shape) > MOST:
             why = f"{name} is declared {_dims(value)}; inputs of up to {MOST} numbers are made up"
-            raise LnrewriteError("LN039", "inputs", why, "check the sizes that the file declares for its inputs")
+            raise LnrewriteError(Code.LN039, "inputs", why, "check the sizes that the file declares for its inputs")
         dtype = TORCH.get(value.dtype, torch.float32) if value.dtype is not None else torch.float32
         if dtype.is_floating_point:
             inputs[name] = torch.randn(shape, generator=generator).to(dtype)

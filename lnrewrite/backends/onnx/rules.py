@@ -17,7 +17,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from ...errors import LnrewriteError
+from ...errors import Code, LnrewriteError
 from ...loading.foreign import astray
 
 OLDEST = 11
@@ -42,7 +42,7 @@ class Rules:
         self.root = path.resolve().parent
 
     def invalid(self, why: str) -> LnrewriteError:
-        return LnrewriteError("LN030", f"model {self.name!r}", why, "check it with onnx.checker, or export it again")
+        return LnrewriteError(Code.LN030, f"model {self.name!r}", why, "check it with onnx.checker, or export it again")
 
     def check(self) -> None:
         """Raise LnrewriteError LN027, LN030, LN031 or LN039 where the model breaks a rule."""
@@ -63,10 +63,10 @@ class Rules:
             self.texts(opset.domain)
             if opset.domain in STANDARD and not OLDEST <= opset.version <= newest:
                 why = f"it is of opset {opset.version}; {OLDEST} to {newest} are read"
-                raise LnrewriteError("LN027", f"model {self.name!r}", why, "export it again with another opset")
+                raise LnrewriteError(Code.LN027, f"model {self.name!r}", why, "export it again with another opset")
         if self.proto.ir_version > onnx.IR_VERSION:
             why = f"it is of IR version {self.proto.ir_version}, the installed onnx knows {onnx.IR_VERSION}"
-            raise LnrewriteError("LN027", f"model {self.name!r}", why, "install a newer onnx")
+            raise LnrewriteError(Code.LN027, f"model {self.name!r}", why, "install a newer onnx")
         versions = [opset.version for opset in self.proto.opset_import if opset.domain in STANDARD]
         if not versions:
             raise self.invalid("it imports no operator set")
@@ -122,7 +122,7 @@ class Rules:
         if count > MOST_NODES:
             why = f"it has more than {MOST_NODES} nodes, once its functions are inlined"
             remedy = "export it without unrolled loops, or in parts"
-            raise LnrewriteError("LN039", f"model {self.name!r}", why, remedy)
+            raise LnrewriteError(Code.LN039, f"model {self.name!r}", why, remedy)
 
     def graph(self, graph: onnx.GraphProto, outer: frozenset[str], version: int) -> None:
         """Check a graph whose nodes may read the `outer` names too."""
@@ -204,7 +204,7 @@ class Rules:
 
         def bad(why: str) -> LnrewriteError:
             remedy = "put the data beside the model, under the name that it gives"
-            return LnrewriteError("LN031", f"model {self.name!r}", f"{tensor.name!r}: {why}", remedy)
+            return LnrewriteError(Code.LN031, f"model {self.name!r}", f"{tensor.name!r}: {why}", remedy)
 
         location = info.get("location", "")
         if not location or os.path.isabs(location) or "\\" in location or ".." in Path(location).parts:

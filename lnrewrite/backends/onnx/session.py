@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from ...errors import LnrewriteError
+from ...errors import Code, LnrewriteError
 from ...kernels.library import DOMAIN, find, register
 from .double import doubled, widened
 from .file import ONE_FILE, bytes_of, whole, write
@@ -54,12 +54,12 @@ class OnnxModule(torch.nn.Module):
         try:
             found = self._watched[key](self.feed(args, inputs))
         except Failed as why:
-            raise LnrewriteError("LN022", "ONNX Runtime", _telling(why), "give inputs that the model takes") from why
+            raise LnrewriteError(Code.LN022, "ONNX Runtime", _telling(why), "give inputs that the model takes") from why
         except Died as how:
             raise _dead(how) from how
         if len(found) != len(wanted):
             seen = f"{len(wanted)} outputs are declared, of which ONNX Runtime sees {len(found)}"
-            raise LnrewriteError("LN030", "the model", seen, "give each output a name of its own")
+            raise LnrewriteError(Code.LN030, "the model", seen, "give each output a name of its own")
         return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found.values(), strict=True)}
 
     @property
@@ -82,7 +82,7 @@ class OnnxModule(torch.nn.Module):
         for kind, names in (("lacks", self.inputs.keys() - given), ("has an unknown", given.keys() - self.inputs)):
             if names:
                 why = f"it {kind} input {', '.join(sorted(names))}"
-                raise LnrewriteError("LN022", "inputs", why, f"give exactly these inputs: {wanted}")
+                raise LnrewriteError(Code.LN022, "inputs", why, f"give exactly these inputs: {wanted}")
         return {name: self.array(value, given[name]) for name, value in self.inputs.items()}
 
     def array(self, like: ir.Value, given: Any) -> np.ndarray:
@@ -92,7 +92,7 @@ class OnnxModule(torch.nn.Module):
             tensor.dim() != len(sizes) or any(a not in (None, b) for a, b in zip(sizes, tensor.shape, strict=True))
         ):
             why = f"{like.name} has shape {list(tensor.shape)}, the model takes {like.shape}"
-            raise LnrewriteError("LN022", "inputs", why, "give inputs of that shape")
+            raise LnrewriteError(Code.LN022, "inputs", why, "give inputs of that shape")
         dtype = TORCH.get(like.dtype, tensor.dtype) if like.dtype is not None else tensor.dtype
         return tensor.to(torch.float32 if dtype is torch.bfloat16 else dtype).numpy()
 
@@ -124,7 +124,7 @@ def check_sizes(model: ir.Model) -> None:
             sizes = [d for d in value.shape or () if isinstance(d, int)]
             if prod(sizes) > most:
                 why = f"{value.name} has {prod(sizes)} numbers, more than the {most} that are taken for such weights"
-                raise LnrewriteError("LN039", "the model", why, "export it with smaller, or named, dimensions")
+                raise LnrewriteError(Code.LN039, "the model", why, "export it with smaller, or named, dimensions")
 
 
 def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:
@@ -163,14 +163,14 @@ def _opened(model: str | bytes, size: int, library: Path | None) -> Session:
         try:
             return Session(model, size, level, str(library) if library else None)
         except Failed as why:
-            raise LnrewriteError("LN030", "ONNX Runtime", _telling(why), "see `lnrewrite explain LN030`") from why
+            raise LnrewriteError(Code.LN030, "ONNX Runtime", _telling(why), "see `lnrewrite explain LN030`") from why
         except Died as how:
             died = how
     raise _dead(died) from died
 
 
 def _dead(how: Died) -> LnrewriteError:
-    return LnrewriteError("LN030", "ONNX Runtime", f"its process died: {how}", "see `lnrewrite explain LN030`")
+    return LnrewriteError(Code.LN030, "ONNX Runtime", f"its process died: {how}", "see `lnrewrite explain LN030`")
 
 
 def _telling(why: Exception) -> str:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from ...errors import LnrewriteError, told
+from ...errors import Code, LnrewriteError, told
 from ...quiet import untraced
 from .checked import check, others, run
 from .fixed import drop_settled, fixed_paths, mark, other_path, read_by
@@ -92,11 +92,11 @@ def from_program(program: ExportedProgram) -> Capture:
     given = {**dict(zip(s.names, args, strict=False)), **kwargs}
     if missing := [n for n in (*s.positional, *s.keywords) if n not in given]:
         why, remedy = f"it holds no example of its input {missing[0]}", "export it again, and save it with its inputs"
-        raise LnrewriteError("LN020", "the program", why, remedy)
+        raise LnrewriteError(Code.LN020, "the program", why, remedy)
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
     if not _are_of(captured, kept):
         why, remedy = "its example inputs are not of the form that it takes", "export it again"
-        raise LnrewriteError("LN020", "the program", why, remedy)
+        raise LnrewriteError(Code.LN020, "the program", why, remedy)
     return Capture(captured, *kept, dynamic=tuple(sorted(_symbols(captured))))
 
 
@@ -246,7 +246,7 @@ def _any_way(
         except Exception:
             why = told(first)
             remedy = "see `lnrewrite explain LN023`; give inputs that take the path you mean"
-            raise LnrewriteError("LN023", type(module).__name__, why, remedy) from first
+            raise LnrewriteError(Code.LN023, type(module).__name__, why, remedy) from first
         mark(captured, CHOSEN)
         return captured
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ...errors import LnrewriteError, words
+from ...errors import Code, LnrewriteError, words
 from ..outputs import Outputs, apart
 from .fixed import fixed_paths, mark, other_path
 from .module import CapturedModule
@@ -40,7 +40,7 @@ def check(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kw
     fixed = bool(fixed_paths(captured.graph))
     if fixed and (why := _wrong(module, captured, args, kwargs)):
         remedy = "see `lnrewrite explain LN023`; let the model choose by torch.where or torch.cond"
-        raise LnrewriteError("LN023", type(module).__name__, f"on its own example inputs {why}", remedy)
+        raise LnrewriteError(Code.LN023, type(module).__name__, f"on its own example inputs {why}", remedy)
     for more in others(captured, args, kwargs, len(FACTORS) if fixed else 1):
         apart = _apart(module, captured, *more)
         if apart is None:

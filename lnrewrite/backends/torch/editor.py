@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...errors import LnrewriteError
+from ...errors import Code, LnrewriteError
 from ...ir import Kind, Norm
 from ..surgery import Edge
 from ..values import CHUNK, Change, Floats
@@ -245,5 +245,5 @@ def numpy_of(tensor: torch.Tensor) -> Floats:
     """Return a tensor's numbers. Raises LnrewriteError LN026 where it holds none."""
     if tensor.is_meta:
         why = "the model is on the meta device and holds no numbers"
-        raise LnrewriteError("LN026", "editing", why, "load its weights first; looking at it and planning need none")
+        raise LnrewriteError(Code.LN026, "editing", why, "load its weights first; looking at it and planning need none")
     return tensor.detach().double().cpu().numpy()

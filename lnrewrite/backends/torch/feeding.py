@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...errors import LnrewriteError
+from ...errors import Code, LnrewriteError
 from ...pipeline.protocols import Batch
 from .module import CapturedModule, takes
 
@@ -45,4 +45,4 @@ def _checked(name: str, value: Any, like: Any, wanted: tuple[str, ...]) -> Any:
 
 def _misfit(why: str, wanted: tuple[str, ...]) -> None:
     remedy = f"give batches with exactly these inputs: {', '.join(wanted)}"
-    raise LnrewriteError("LN022", "calibration data", why, remedy)
+    raise LnrewriteError(Code.LN022, "calibration data", why, remedy)

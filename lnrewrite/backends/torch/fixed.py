@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ...errors import LnrewriteError, words
+from ...errors import Code, LnrewriteError, words
 
 FIXED = "fixed path: "
 TORCHS = "Runtime assertion failed"  # of a graph that torch.export specialised
@@ -144,7 +144,7 @@ def other_path(error: BaseException) -> str:
 def elsewhere(what: str, path: str) -> LnrewriteError:
     """Return the error of inputs that take another path than the captured one."""
     why = f"another path is taken than the one that was captured, where {path}"
-    return LnrewriteError("LN033", what, why, "give data that take that path, or capture the other with --input")
+    return LnrewriteError(Code.LN033, what, why, "give data that take that path, or capture the other with --input")
 
 
 def fixed_paths(graph: fx.Graph) -> tuple[str, ...]:
