@@ -11,7 +11,7 @@ import torch
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.detect.blocks import detect
+from lnrewrite.detect.detection import detect
 from lnrewrite.ir import text
 from tiers import rows
 from zoo import CASES, DECOYS, FAMILIES, NETS, REFUSED, WRITTEN, graphs, strangers
@@ -28,7 +28,7 @@ NO_GRAPH = {name for name in FAMILIES if not graphs.path(name).exists()}
 
 @pytest.mark.parametrize("name", [*NETS, *DECOYS, *WRITTEN])
 def test_placement(name: str) -> None:
-    case, network = CASES[name], detect(graphs.read(name))
+    case, network = CASES[name], detect(graphs.read(name)).network
     assert zoo.placements(network) == case.truth
     assert len(network.streams) == case.streams
     if case.final is not None:
@@ -42,14 +42,14 @@ def test_placement(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_beyond_the_picture_is_named_and_not_guessed(name: str) -> None:
-    network = detect(graphs.read(name))
+    network = detect(graphs.read(name)).network
     assert zoo.placements(network) == []
     assert {getattr(r, "code", "") for r in network.refusals} & set(REFUSED[name].codes)
 
 
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n not in NO_GRAPH])
 def test_family(name: str) -> None:
-    truth, network = FAMILIES[name], detect(graphs.read(name))
+    truth, network = FAMILIES[name], detect(graphs.read(name)).network
     if truth["blocks"] == "unsupported":
         assert not network.streams and network.refusals
         return
@@ -66,7 +66,7 @@ def test_all_but_a_few_have_graphs() -> None:
 def test_a_capture_gives_the_picture_of_the_graph(name: str) -> None:
     torch.manual_seed(0)
     program = zoo.capture(*zoo.build(name))
-    assert text.render(program.network) == text.render(detect(graphs.read(name)))
+    assert text.render(program.network) == text.render(detect(graphs.read(name)).network)
     assert program.certified is program.network, "what is seen is not so"
 
 

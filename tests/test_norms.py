@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lnrewrite as lnr
-from lnrewrite.detect.found import Found
+from lnrewrite.detect.match import NormMatch
 from lnrewrite.detect.norms import find_norms
 from zoo.nets import Mlp, Net, Residual, stack
 from zoo.norms import SPELLINGS, WIDTH, WRONG, Factory, Power, WrittenBatch, randomise
@@ -27,7 +27,7 @@ class Between(nn.Module):
         return found
 
 
-def norms(make: Factory) -> list[Found]:
+def norms(make: Factory) -> list[NormMatch]:
     torch.manual_seed(0)
     module = randomise(Between(make)).eval()
     found, _ = find_norms(lnr.capture(module, (torch.randn(3, 6, 8),)).graph)

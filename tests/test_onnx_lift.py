@@ -9,7 +9,7 @@ import pytest
 
 from lnrewrite.backends.onnx.lift import lift
 from lnrewrite.backends.onnx.ops import meant
-from lnrewrite.detect.blocks import detect
+from lnrewrite.detect.detection import detect
 from lnrewrite.ir import Network
 
 WIDTH = 16
@@ -27,7 +27,7 @@ def model_of(body: str, opset: int = 18, **weights: tuple[int, ...]) -> ir.Model
 
 
 def seen(body: str, opset: int = 18, **weights: tuple[int, ...]) -> Network:
-    return detect(lift(model_of(body, opset, **weights)))
+    return detect(lift(model_of(body, opset, **weights))).network
 
 
 MLP = "h = MatMul (u, a_w) r = Relu (h) f = MatMul (r, b_w)"

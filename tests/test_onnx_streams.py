@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 import lnrewrite as lnr
 import zoo
 from lnrewrite.backends.onnx.lift import lift
-from lnrewrite.detect.blocks import detect
+from lnrewrite.detect.detection import detect
 from lnrewrite.ir import text
 from lnrewrite.models.onnx_program import OnnxProgram
 from tiers import rows
@@ -27,7 +27,7 @@ FORMS = [*((f, 18) for f in FAMILIES), *((f, 23) for f in FAMILIES[:3])]
 @pytest.mark.parametrize(("family", "opset"), rows(FORMS, sample=(("bert", 23),)))
 def test_the_onnx_export_gives_the_same_stream_text(family: str, opset: int) -> None:
     program = zoo.program(family, depth=1)
-    picture = text.render(detect(lift(program.to_onnx(opset))))
+    picture = text.render(detect(lift(program.to_onnx(opset))).network)
     assert _folded(picture) == _folded(text.render(program.network))
 
 

@@ -21,7 +21,7 @@ from lnrewrite.backends.onnx.editor import OnnxEditor
 from lnrewrite.backends.onnx.lift import lift
 from lnrewrite.backends.surgery import Surgery
 from lnrewrite.backends.values import CHUNK, changed
-from lnrewrite.detect.blocks import detect
+from lnrewrite.detect.detection import detect
 from lnrewrite.errors import LnrewriteError
 from lnrewrite.ir import (
     Affine,
@@ -189,7 +189,7 @@ def run(model: ir.Model, x: Floats) -> dict[str, Floats]:
 
 def seen(model: ir.Model) -> Stream:
     """Return the one stream that detection sees in a model."""
-    (stream,) = detect(lift(model)).streams
+    (stream,) = detect(lift(model)).network.streams
     return stream
 
 
@@ -198,7 +198,7 @@ def operate(
 ) -> tuple[ir.Model, Stream]:
     """Return a copy of the model with edits, (target, operations) each, and what was seen in it before."""
     view = lift(model)
-    (stream,) = detect(view).streams
+    (stream,) = detect(view).network.streams
     vectors = Vectors()
     wanted = [Edit(target, tuple(operations)) for target, operations in edits(stream, vectors)]
     copy = model.clone()
@@ -634,7 +634,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(LnrewriteError, match="LN301.*no block of that name"):
         operate(model, lambda s, v: [("nothing", [Affine(Where.IN, v.add(G))])])
     view = lift(model)
-    (stream,) = detect(view).streams
+    (stream,) = detect(view).network.streams
     lost = replace(stream.blocks[0], anchor=replace(stream.blocks[0].anchor, add="nothing"))
     surgery = Surgery(OnnxEditor(model, view), view, vectors := Vectors())
     with pytest.raises(LnrewriteError, match="LN301 test:.*nothing that the plan speaks of reads"):

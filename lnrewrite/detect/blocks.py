@@ -8,22 +8,24 @@ a norm that the branch ends in is an `out` norm.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
+from ..errors import Refusal
 from ..ir import Anchor, Arm, Barrier, Block, Kind, Linear, Network, Scale, Side, Site, Stream, Where
 from . import scales as scales_
 from .arms import find_arms
 from .beside import Added, added_to, counted, skip_of, told_apart
 from .branches import branch_kind
 from .edges import Edge, computed, moved, readers, writers
-from .found import Found
 from .graph import CASTS, SHAPE, OpGraph
 from .joins import WEIGHTED, Join, find_joins, nearest_miss, scaled
 from .lookalikes import placed
+from .match import NormMatch
 from .modulation import modulation
 from .naming import common, name_blocks, stream_name
-from .norms import find_norms, stacked
+from .norms import stacked
 
 ACTIVATIONS = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu", "relu6"})
 
@@ -42,18 +44,12 @@ class Link:
     through: str = ""
 
 
-def detect(graph: OpGraph) -> Network:
-    """Return what is seen in a graph: streams, norms on no stream, and what is not understood."""
-    return _Detector(graph).network()
-
-
-class _Detector:
+class Detector:
     """Hold what the steps of one detection share: the graph, its norms, its joins."""
 
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        found, self.odd = find_norms(graph)
-        self.norms = stacked(graph, found)
+    def __init__(self, graph: OpGraph, norms: Mapping[str, NormMatch], unknown: tuple[Refusal, ...]) -> None:
+        self.graph, self.odd = graph, unknown
+        self.norms = stacked(graph, norms)
         self.inside = {m: f.output for f in self.norms.values() for m in f.members}
         self.ordered = sorted(((graph.index[o], f) for o, f in self.norms.items()), key=itemgetter(0))
         self.joins, refused = find_joins(graph, self.norms)
@@ -167,14 +163,14 @@ class _Detector:
         linears = tuple(counted(self.graph, linear, added.path) for linear in added.linears)
         return replace(block, added=linears, barriers=(*block.barriers, *added.barriers))
 
-    def exits(self, last: str, axis: int, norm: Found | None) -> Edge:
+    def exits(self, last: str, axis: int, norm: NormMatch | None) -> Edge:
         """Return what reads a stream's last state, but for the norm at its end."""
         members = norm.members if norm else frozenset()
         edge = readers(self.graph, last, axis)
         others = [o for o in edge.others if o not in members]
         return Edge(edge.linears, tuple(dict.fromkeys(o if o == "output" else self.graph[o].kind for o in others)))
 
-    def post_norms(self, chain: list[tuple[Join, Link]]) -> list[Found | None]:
+    def post_norms(self, chain: list[tuple[Join, Link]]) -> list[NormMatch | None]:
         """Return each join's trunk norm. The last one has no next skip to tell: the sibling most like it decides."""
         found = [self.norms[link.norm] if link.norm else None for _, link in chain[1:]]
         last = self.norm_after(chain[-1][0].total)
@@ -194,7 +190,7 @@ class _Detector:
             post = not edge and not held and len(self.graph.users[join.total]) == 1
         return [*found, last if post else None]
 
-    def norm_after(self, total: str) -> Found | None:
+    def norm_after(self, total: str) -> NormMatch | None:
         """Return the first norm that reads a sum, straight or through casts, slices and reshapes."""
         todo = [total]
         while todo:
@@ -257,7 +253,7 @@ class _Detector:
             name = source
         return axis
 
-    def block(self, join: Join, branch: str, add: str, axis: int, group: int | None, post: Found | None) -> Block:
+    def block(self, join: Join, branch: str, add: str, axis: int, group: int | None, post: NormMatch | None) -> Block:
         graph = self.graph
         region = {o.name for o in graph.between(join.root, branch)}
         entries, leave = self.entries(join.root, branch), self.exit(join.root, branch)
@@ -311,7 +307,7 @@ class _Detector:
         return found
 
     def barriers(
-        self, edges: list[Edge], ends: Edge, join: Join, entries: list[Found], region: set[str]
+        self, edges: list[Edge], ends: Edge, join: Join, entries: list[NormMatch], region: set[str]
     ) -> list[Barrier]:
         """Return what stands between a branch's linears, or its norms, and the trunk."""
         found = []
@@ -340,9 +336,9 @@ class _Detector:
         """Count the uses of a linear's parameter (or bias) in the graph."""
         return replace(linear, uses=max(self.graph.uses[n] for n in (linear.param, linear.bias) if n))
 
-    def entries(self, root: str, branch: str) -> list[Found]:
+    def entries(self, root: str, branch: str) -> list[NormMatch]:
         """Return the norms of the branch that read the root, straight or through casts, shapes and scales."""
-        found: list[Found] = []
+        found: list[NormMatch] = []
         for norm in self.norms_between(root, branch):
             if not self.graph.reaches(norm.output, branch) or not self.graph.reaches(root, norm.source):
                 continue
@@ -353,7 +349,7 @@ class _Detector:
                 found.append(norm)
         return found
 
-    def norms_between(self, start: str, end: str) -> list[Found]:
+    def norms_between(self, start: str, end: str) -> list[NormMatch]:
         """Return the norms whose outputs come after one node and no later than another."""
         first, last = (bisect_right(self.ordered, self.graph.index[n], key=itemgetter(0)) for n in (start, end))
         return [found for _, found in self.ordered[first:last]]
@@ -364,7 +360,7 @@ class _Detector:
             return op.data[0]
         return scaled(self.graph, name)
 
-    def exit(self, root: str, branch: str) -> Found | None:
+    def exit(self, root: str, branch: str) -> NormMatch | None:
         """Return the norm that a branch ends in, seen through casts, shapes, scales and gates."""
         name: str | None = branch
         while name and name != root:
@@ -377,7 +373,7 @@ class _Detector:
             name = self.back(name) or (gate[0] if op.kind == "mul" and len(gate) == 1 else None)
         return None
 
-    def site(self, where: Where, found: Found, branch: str | None) -> Site:
+    def site(self, where: Where, found: NormMatch, branch: str | None) -> Site:
         """Describe a norm; an inner norm that its branch does not have to pass (q and k norms) gets a tap."""
         self.used.add(found.output)
         edge = readers(self.graph, found.output, found.axis)
@@ -391,13 +387,13 @@ class _Detector:
         reads = tuple(dict.fromkeys(map(self.counted, edge.linears)))
         return Site(where, found.norm, reads, taps, writes, width, modulation(self.graph, found), origin)
 
-    def makers(self, found: Found, width: int) -> tuple[Linear, ...]:
+    def makers(self, found: NormMatch, width: int) -> tuple[Linear, ...]:
         """Return the linears that make up all of a norm's input, where they serve nothing else."""
         made = writers(self.graph, found.source, found.axis, None, width, found.norm.kind is not Kind.BATCH)
         whole = not made.others and set(self.graph.users[found.source]) <= found.members
         return tuple(map(self.counted, made.linears)) if whole else ()
 
-    def dominates(self, found: Found, branch: str) -> bool:
+    def dominates(self, found: NormMatch, branch: str) -> bool:
         """Return whether every path from the norm's source's weights to the branch's end passes the norm."""
         graph = self.graph
         if not graph.reaches(found.output, branch):

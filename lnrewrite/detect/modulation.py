@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .found import Found
 from .graph import CASTS, SHAPE, OpGraph
+from .match import NormMatch
 
 ACTIVATIONS = frozenset({"silu", "sigmoid", "gelu", "relu", "hardswish", "softplus"})
 ELEMENTWISE = CASTS | {"add", "sub", "rsub", "mul", "expand", "reshape"}
 
 
-def modulation(graph: OpGraph, norm: Found) -> str:
+def modulation(graph: OpGraph, norm: NormMatch) -> str:
     """Return `gated`, `adaptive`, `time-dependent` or nothing.
 
     gated: an activation of another value multiplies the norm's input or its output (arXiv 2405.21060). adaptive: a

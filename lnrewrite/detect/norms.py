@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,9 @@ from ..errors import Code, Refusal
 from ..ir import Kind, Norm
 from .arithmetic import Array, Unknown, closure, constants, run
 from .edges import parameter_behind
-from .found import Found
 from .graph import CASTS, Op, Operand, OpGraph
 from .lookalikes import lookalikes
+from .match import NormMatch
 from .stored import dynamic_tanh, standardised, stored
 
 FUSED = {
@@ -50,10 +49,9 @@ CLAMPED = 1e-30
 UNKNOWN = "it is left as it is; report this spelling if it is a norm that should be known"
 
 
-@lru_cache(maxsize=4)  # detection, the ONNX writer and the live route ask for the same graph's
-def find_norms(graph: OpGraph) -> tuple[Mapping[str, Found], tuple[Refusal, ...]]:
+def find_norms(graph: OpGraph) -> tuple[Mapping[str, NormMatch], tuple[Refusal, ...]]:
     """Return the norms by output node, and what works as a norm and is none of them."""
-    found: dict[str, Found] = {}
+    found: dict[str, NormMatch] = {}
     misses: dict[str, str] = {}
     taken: set[str] = set()
     for op in graph:
@@ -74,9 +72,9 @@ def find_norms(graph: OpGraph) -> tuple[Mapping[str, Found], tuple[Refusal, ...]
     return found, tuple(Refusal(Code.LN205, name, why, UNKNOWN) for name, why in odd)
 
 
-def stacked(graph: OpGraph, norms: Mapping[str, Found]) -> dict[str, Found]:
+def stacked(graph: OpGraph, norms: Mapping[str, NormMatch]) -> dict[str, NormMatch]:
     """Return the norms by output, those that read a norm which nothing else reads taken together with it."""
-    found: dict[str, Found] = {}
+    found: dict[str, NormMatch] = {}
     for norm in norms.values():
         value, inside = norm.source, set(norm.members)
         while value not in found and graph[value].kind in CASTS and set(graph.users[value]) <= inside:
@@ -107,7 +105,7 @@ def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
     return np.asarray(x / (np.maximum(length, eps), length + eps, np.sqrt(length**2 + eps))[variant])
 
 
-def _fused(graph: OpGraph, op: Op) -> Found | None:
+def _fused(graph: OpGraph, op: Op) -> NormMatch | None:
     kind = FUSED.get(op.kind)
     if kind is None or not isinstance(op.inputs[0], str) or (kind is Kind.BATCH and op.name in graph.constant):
         return None
@@ -124,7 +122,7 @@ def _fused(graph: OpGraph, op: Op) -> Found | None:
     if isinstance(beta, str) and affine["beta"] is None:  # computed like a gain that no parameter is
         affine |= {"beta": beta, "computed": True}
     norm = Norm(kind, eps, **affine, mean=mean, variance=variance, axis=axis)
-    return Found(norm, source, op.name, frozenset({op.name}))
+    return NormMatch(norm, source, op.name, frozenset({op.name}))
 
 
 def _gain(graph: OpGraph, name: Operand) -> dict[str, Any]:
@@ -170,7 +168,7 @@ def _sources(graph: OpGraph, name: str) -> Iterator[str]:
                 yield from _sources(graph, inner)
 
 
-def _decomposed(graph: OpGraph, op: Op, misses: dict[str, str]) -> Found | None:
+def _decomposed(graph: OpGraph, op: Op, misses: dict[str, str]) -> NormMatch | None:
     if len(op.data) != 2:
         return None
     pairs = [(op.inputs[0], op.inputs[1])] + ([(op.inputs[1], op.inputs[0])] if op.kind == "mul" else [])
@@ -207,7 +205,7 @@ def _reduced_axis(ops: list[Op], rank: int) -> int | None:
     return int(only[0])
 
 
-def _prove(graph: OpGraph, source: str, op: Op, ops: list[Op]) -> tuple[Found | None, str]:
+def _prove(graph: OpGraph, source: str, op: Op, ops: list[Op]) -> tuple[NormMatch | None, str]:
     """Run the piece on random data and match it with a norm; the second value says what did not fit."""
     shape = graph[source].shape or ()
     axis = _reduced_axis(ops, len(shape))
@@ -238,7 +236,7 @@ def _prove(graph: OpGraph, source: str, op: Op, ops: list[Op]) -> tuple[Found | 
         norm = _describe(graph, Norm(kind, eps, factor=factor, axis=axis), gain, parameters)
         if norm is None:
             continue
-        return Found(norm, source, op.name, frozenset(o.name for o in ops)), ""
+        return NormMatch(norm, source, op.name, frozenset(o.name for o in ops)), ""
     small = sorted({i for i in literal if abs(i) < 0.5})
     return None, f"not layer, rms, std or l2 with any eps of {small or 'none'}"
 
@@ -277,7 +275,7 @@ def _describe(graph: OpGraph, norm: Norm, gain: Array, parameters: dict[str, Arr
     return norm if np.allclose(gain, 1, rtol=1e-9) else None
 
 
-def _with_affine(graph: OpGraph, core: Found) -> Found:
+def _with_affine(graph: OpGraph, core: NormMatch) -> NormMatch:
     """Make a norm take in the gain, bias and casts that follow it."""
     norm, output, members = core.norm, core.output, set(core.members)
     while True:
@@ -308,7 +306,7 @@ def _with_affine(graph: OpGraph, core: Found) -> Found:
     return replace(core, norm=norm, output=output, members=frozenset(members))
 
 
-def _beside(graph: OpGraph, name: Operand, core: Found) -> set[str] | None:
+def _beside(graph: OpGraph, name: Operand, core: NormMatch) -> set[str] | None:
     """Return the ops of what is added to a batch norm where it is its own input times a number (RepBN); else None."""
     if name == core.source:
         return set()

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 from ..ir import Kind, Norm
 from .edges import PRODUCTS, parameter, parameter_behind
-from .found import Found
 from .graph import CASTS, Op, OpGraph
+from .match import NormMatch
 
 ROOTS = {"sqrt": False, "rsqrt": True}
 SPREADS = frozenset({"var", "std", "_native_batch_norm_legit", "batch_norm"})
 SAME = CASTS | {"reshape", "expand"}
 
 
-def stored(graph: OpGraph, op: Op) -> Found | None:
+def stored(graph: OpGraph, op: Op) -> NormMatch | None:
     """Return a norm by stored numbers: x / sqrt(v + eps) for a parameter v of one number per channel.
 
     Centred by stored numbers too it is a batch norm written out, else a power norm.
@@ -40,7 +40,7 @@ def stored(graph: OpGraph, op: Op) -> Found | None:
             held = held if before.kind == "mul" else None
             norm = Norm(Kind.POWER, eps, held, variance=variance, axis=axis)
         start, members = (source, {value, op.name}) if held else (value, {op.name})
-        return Found(norm, start, op.name, frozenset(members))
+        return NormMatch(norm, start, op.name, frozenset(members))
     return None
 
 
@@ -68,7 +68,7 @@ def _spread(graph: OpGraph, name: str, inverse: bool) -> tuple[str, float] | Non
     return (held, eps) if held and eps is not None and 0 <= eps < 0.1 else None
 
 
-def dynamic_tanh(graph: OpGraph, op: Op) -> Found | None:
+def dynamic_tanh(graph: OpGraph, op: Op) -> NormMatch | None:
     """Return gamma * tanh(a x) for a stored number a; a tanh without a gain behind it is an activation."""
     inner = graph[op.data[0]] if op.data else op
     if inner.kind != "mul" or len(inner.inputs) != 2:
@@ -83,11 +83,11 @@ def dynamic_tanh(graph: OpGraph, op: Op) -> Found | None:
         return None
     for axis in (-1, 1 - len(op.shape or ())):
         if _vector(graph, gain, axis)[0]:
-            return Found(Norm(Kind.TANH, 0.0, axis=axis), value, op.name, frozenset({inner.name, op.name}))
+            return NormMatch(Norm(Kind.TANH, 0.0, axis=axis), value, op.name, frozenset({inner.name, op.name}))
     return None
 
 
-def standardised(graph: OpGraph) -> Iterator[Found]:
+def standardised(graph: OpGraph) -> Iterator[NormMatch]:
     """Yield the weights of linear maps that are scaled by their own spread before they are used."""
     for op in graph:
         weight = op.inputs[1] if op.kind in PRODUCTS | {"linear", "conv"} and len(op.inputs) > 1 else None
@@ -97,7 +97,7 @@ def standardised(graph: OpGraph) -> Iterator[Found]:
             if held and SPREADS & {o.kind for o in ops}:
                 eps = [float(i) for o in ops for i in o.inputs if isinstance(i, float) and 0 < i < 0.1]
                 members = frozenset(o.name for o in ops if o.kind != "param")
-                yield Found(Norm(Kind.WEIGHT, min(eps, default=0.0)), held[0], weight, members)
+                yield NormMatch(Norm(Kind.WEIGHT, min(eps, default=0.0)), held[0], weight, members)
 
 
 def _behind(graph: OpGraph, name: str) -> list[Op]:

@@ -19,9 +19,8 @@ from ..backends.onnx.lift import lift
 from ..backends.onnx.raising import STANDARD, raise_norms
 from ..backends.onnx.session import runnable
 from ..comparison.verifying import HALF, held_in_half, proof
-from ..detect.blocks import detect
+from ..detect.detection import detect
 from ..detect.naming import norm_names
-from ..detect.norms import find_norms
 from ..errors import Code, LnrewriteError, Refusal, UsageError, unknown
 from ..files.landing import failing, land, room
 from ..files.output import check_output
@@ -120,8 +119,8 @@ def raised(model: ir.Model, source: Network) -> list[Form]:
     """Write every norm of a model as one operator; return a row for each of `source` that stays as it is."""
     split(model)
     graph = lift(model)
-    norms, network = find_norms(graph)[0], detect(graph)
-    names = norm_names(network)
+    found = detect(graph)
+    norms, names, network = found.norms, found.names, found.network
     odd = [row for row in network.refusals if isinstance(row, Refusal) and row.code == Code.LN205]
     left = raise_norms(model, graph, norms, names)
     RemoveUnusedNodesPass()(model)

@@ -17,8 +17,8 @@ import torch
 from torch import fx, nn
 
 from ..backends.torch.module import Called, CapturedModule
-from ..detect.found import Found
 from ..detect.graph import OpGraph
+from ..detect.match import NormMatch
 from ..errors import Code, LnrewriteError
 from .ports import Call, Ports, Spot
 
@@ -67,7 +67,7 @@ class Difference:
         before: CapturedModule,
         view: OpGraph,
         calls: Sequence[Called],
-        norms: Mapping[str, Found],
+        norms: Mapping[str, NormMatch],
         after: CapturedModule,
     ) -> None:
         self.module, self.view, self.norms = module, view, norms
@@ -254,7 +254,7 @@ class Difference:
             at = path if len(tail) == 1 else f"{path}.{i}"
             self.recipe.values |= {f"{at}.{leaf}": source for leaf, source in piece.params}
 
-    def same(self, found: Found, piece: Piece) -> bool:
+    def same(self, found: NormMatch, piece: Piece) -> bool:
         """Return whether a new norm is the old one but for the values of its gain and bias."""
         spec, norm, has = dict(piece.spec), found.norm, dict(piece.params)
         alike = (spec["is"], spec.get("kind"), spec.get("eps")) == ("norm", norm.kind.value, norm.eps)

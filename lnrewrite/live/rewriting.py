@@ -14,7 +14,6 @@ from torch import nn
 from ..backends.torch.capture import Capture, capture_module, evaluating
 from ..backends.torch.module import Signature, stored
 from ..comparison.verifying import proof
-from ..detect.norms import find_norms
 from ..errors import Code, LnrewriteError, told
 from ..models.program import Program, check_finite
 from ..pipeline.driver import Pipeline
@@ -99,7 +98,7 @@ def unrewrite(module: nn.Module) -> None:
 
 def difference(module: nn.Module, before: Program, after: Program) -> Recipe:
     """Return what makes a module compute what `after` does; `before` was captured from it with its children's calls."""
-    norms, _ = find_norms(before.graph)
+    norms = before.detection.norms
     return Difference(module, before.module(), before.graph, before.calls, norms, after.module()).find()
 
 

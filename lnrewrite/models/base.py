@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ..comparison.proving import Evidence
 from ..detect.arithmetic import Unknown, affine, evaluate
-from ..detect.blocks import detect
+from ..detect.detection import Detection, detect
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
 from ..ir import Network, text
@@ -63,9 +63,14 @@ class Seen(ABC):
         return self._lift()
 
     @cached_property
+    def detection(self) -> Detection:
+        """Return what is found in the graph: the network, the norms and their names."""
+        return detect(self.graph)
+
+    @property
     def network(self) -> Network:
         """Return what detection sees in the model."""
-        return detect(self.graph)
+        return self.detection.network
 
     @cached_property
     def certified(self) -> Network:

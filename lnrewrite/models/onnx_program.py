@@ -29,12 +29,13 @@ from ..backends.surgery import Surgery
 from ..comparison.proving import FLOOR, Evidence, gathered, unexplained
 from ..comparison.verifying import drift, held_in_half
 from ..data.inputs import parse_inputs
+from ..detect.detection import Detection
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
 from ..export.lowering import lower, split
 from ..export.targets import TARGETS
 from ..files.output import check_output
-from ..ir import Network, Proposal, Stream
+from ..ir import Proposal, Stream
 from ..kernels.library import DOMAIN, find
 from ..pipeline.protocols import Batch
 from .base import Seen
@@ -95,10 +96,10 @@ class OnnxProgram(Seen):
             return lift(self.model)
 
     @cached_property
-    def network(self) -> Network:
-        """Return what detection sees in the model."""
+    def detection(self) -> Detection:
+        """Return what is found in the graph: the network, the norms and their names."""
         with self._valid():
-            return super().network
+            return super().detection
 
     @contextmanager
     def _valid(self) -> Iterator[None]:

@@ -21,8 +21,6 @@ from ..backends.torch.module import Called, CapturedModule, stored, with_plain_o
 from ..comparison.proving import Evidence, away, evidence
 from ..comparison.verifying import drift
 from ..detect.graph import OpGraph
-from ..detect.naming import norm_names
-from ..detect.norms import find_norms
 from ..errors import Code, LnrewriteError
 from ..files.landing import poured, write_whole
 from ..files.output import check_output
@@ -193,9 +191,8 @@ class Program(Seen):
         """
         from ..backends.onnx.export import OPSET, to_onnx
 
-        norms, _ = find_norms(self.graph)
-        c = self._capture
-        return to_onnx(c.module, c.args, c.kwargs, norms, norm_names(self.network), opset or OPSET)
+        c, found = self._capture, self.detection
+        return to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET)
 
     def export(self, path: str | os.PathLike[str], **how: Any) -> Report:
         """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.export.writer.export`."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import zoo
-from lnrewrite.detect.blocks import detect
+from lnrewrite.detect.detection import detect
 from lnrewrite.detect.graph import Op, OpGraph
 from lnrewrite.ir import text
 
@@ -67,7 +67,7 @@ def main(names: Iterable[str]) -> None:
     for name in names or [n for n in (*zoo.CASES, *zoo.FAMILIES) if not path(n).exists()]:
         try:
             program = zoo.capture(*zoo.build(name))
-            same = text.render(detect(unpacked(packed(program.graph)))) == text.render(program.network)
+            same = text.render(detect(unpacked(packed(program.graph))).network) == text.render(program.network)
             assert same, f"{name}: the graph as a file gives another picture"
             write(name, program.graph)
             print(f"{name:32} {len(program.graph.ops):6}  {zoo.spelled(zoo.placements(program.network))}", flush=True)

@@ -14,7 +14,7 @@ from onnxscript.optimizer import fold_constants
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ...detect.found import Found
+from ...detect.match import NormMatch
 from ...errors import Code, LnrewriteError
 from ...ir import Kind, Norm
 from ..torch.capture import export_again, quiet
@@ -37,13 +37,13 @@ def to_onnx(
     module: CapturedModule,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    norms: Mapping[str, Found],
+    norms: Mapping[str, NormMatch],
     sites: Mapping[str, str],
     opset: int = OPSET,
 ) -> ir.Model:
     """Return a captured module as ONNX: inputs, outputs and parameters under their own names, dynamic axes kept.
 
-    norms: what `find_norms` found in the module, by output node; those of kind layer and rms over the last axis become
+    norms: the matches of `Detection`, by output node; those of kind layer and rms over the last axis become
     LayerNormalization and SimplifiedLayerNormalization, in the dtype of what they normalise. sites: their names for
     people. Parameters are shared with the module, not copied. Raises LnrewriteError LN501 where torch.onnx fails,
     LN503 for an opset that it does not write.
@@ -159,7 +159,7 @@ class _Semantic:
         self.module.recompile()
         return self.module.eval()
 
-    def norm(self, found: Found, site: str) -> None:
+    def norm(self, found: NormMatch, site: str) -> None:
         """Put a norm's operator where the norm ends; one whose gain depends on the inputs stays as it is."""
         norm = found.norm
         if norm.kind not in OPERATORS or found.axis != -1:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ...detect.found import Found
 from ...detect.graph import OpGraph
+from ...detect.match import NormMatch
 from ...ir import Kind
 from .norms import OPERATORS, SITE, attributes, constant, ones
 
@@ -21,7 +21,7 @@ STANDARD = {
 
 
 def raise_norms(
-    model: ir.Model, graph: OpGraph, norms: Mapping[str, Found], sites: Mapping[str, str]
+    model: ir.Model, graph: OpGraph, norms: Mapping[str, NormMatch], sites: Mapping[str, str]
 ) -> dict[str, str]:
     """Replace norms, by output value, with LayerNormalization or SimplifiedLayerNormalization over the last axis.
 
@@ -44,7 +44,7 @@ def raise_norms(
     return left
 
 
-def _beyond(found: Found, graph: OpGraph) -> str:
+def _beyond(found: NormMatch, graph: OpGraph) -> str:
     """Return why no operator computes a norm; empty where one does."""
     norm, width = found.norm, graph.width(found.source, found.axis)
     if norm.kind not in OPERATORS:
@@ -63,7 +63,7 @@ class _Raise:
     def __init__(self, graph: ir.Graph, view: OpGraph, values: dict[str, ir.Value]) -> None:
         self.graph, self.view, self.values = graph, view, values
 
-    def one(self, found: Found, site: str) -> None:
+    def one(self, found: NormMatch, site: str) -> None:
         norm, old = found.norm, self.values[found.output]
         x, last = self.values[found.source], old.producer()
         assert last is not None and x.dtype is not None

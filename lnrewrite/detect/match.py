@@ -1,4 +1,4 @@
-"""What recognition hands to detection: one norm of an operator graph."""
+"""A norm that was recognized: what it is, and which nodes of the graph compute it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..ir import Norm
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class NormMatch:
     """Hold one norm of a graph: `source` is what it normalises, `output` its value, `members` its ops."""
 
     norm: Norm
