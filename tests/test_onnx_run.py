@@ -34,7 +34,7 @@ X = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_se
     ],
 )
 def test_float64_is_float64(body: str, wanted: torch.Tensor) -> None:
-    exact = module_of(body).double()
+    exact = module_of(body).in_float64()
     assert exact.precision == "float64"
     assert (exact(x=X)["y"] - wanted).abs().max() <= 1e-13 * wanted.abs().max()
     assert (module_of(body)(x=X)["y"] - wanted).abs().max() <= 1e-6 * wanted.abs().max()
@@ -43,14 +43,14 @@ def test_float64_is_float64(body: str, wanted: torch.Tensor) -> None:
 def test_erf_is_right_everywhere() -> None:
     x = torch.linspace(-9, 9, 720, dtype=torch.float64).reshape(-1, 8)
     wanted = torch.tensor([math.erf(v) for v in x.flatten().tolist()], dtype=torch.float64).reshape(x.shape)
-    assert (module_of("y = Erf (x)").double()(x=x)["y"] - wanted).abs().max() < 2e-14
+    assert (module_of("y = Erf (x)").in_float64()(x=x)["y"] - wanted).abs().max() < 2e-14
 
 
 def test_what_has_no_float64_kernel_runs_in_float32_and_says_so(tmp_path: Path) -> None:
     """Inputs of both widths do; verify gives the width that was used."""
     body = "b = Constant <value_floats = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]> () y = com.microsoft.BiasGelu (x, b)"
     module = module_of(body)
-    assert module.double().precision == "float32"
+    assert module.in_float64().precision == "float32"
     ir.save(module.model, tmp_path / "m.onnx")
     program = lnr.load(str(tmp_path / "m.onnx"))
     found = lnr.verify(program, program)

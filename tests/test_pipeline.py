@@ -16,6 +16,7 @@ from lnrewrite.ir import Block, Edit, Exactness, Kind, Network, Norm, Proposal, 
 from lnrewrite.ir.select import select
 from lnrewrite.pipeline import Batch, Context, Pipeline, Samples
 from lnrewrite.pipeline.report import WIDTH
+from lnrewrite.pipeline.results import Drift
 
 
 @dataclass(frozen=True)
@@ -272,10 +273,10 @@ class Machine:
     def away(self, evidence: Any) -> float:
         raise AssertionError("there is no evidence")
 
-    def drift(self, other: Machine, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
+    def drift(self, other: Machine, batches: Sequence[Batch], held_out: bool) -> Drift:
         assert other is not self
         self.log.append(f"drift {len(batches)} {held_out}")
-        return {"samples": len(batches), "relative_error": 0.0125, "cosine": 0.999, "kl": None, "top1_agreement": 1.0}
+        return Drift(held_out, len(batches), relative_error=0.0125, cosine=0.999, top1_agreement=1.0)
 
 
 RMS = Norm(Kind.RMS, 1e-6)

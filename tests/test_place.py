@@ -287,7 +287,7 @@ def tinygpt() -> tuple[nn.Module, Any, list[Batch], list[Batch]]:
 def moved_by(module: nn.Module) -> float:
     """Return the relative error of a converted demo model's logits on held-out text."""
     model, _, _, text = tinygpt()
-    return float(drift(model, module, text, True)["relative_error"])
+    return drift(model, module, text, True).relative_error
 
 
 def shuffled(batches: list[Batch]) -> list[Batch]:

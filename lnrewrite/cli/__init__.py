@@ -152,8 +152,7 @@ def verify(
 
     identify(reference), identify(candidate)  # a missing file is told before anything is captured
     with working(quiet, "comparing") as say:
-        from ..comparison.verifying import check_tolerance
-        from ..comparison.verifying import verify as compare
+        from ..comparison.verifying import check_tolerance, compare
 
         check_tolerance(tolerance)
         say(f"capturing {reference}")
@@ -161,9 +160,9 @@ def verify(
         say(f"capturing {candidate}")
         second = opened(candidate, **how)
         say("running both")
-        found = compare(first, second, tolerance=tolerance, seed=how["seed"])
-    show(json.dumps(found) if as_json else found["verdict"] if quiet else comparison(found))
-    return Exit.DIFFERENT if found["verdict"] == "different" else Exit.DONE
+        found = compare(first, second, tolerance, how["seed"])
+    show(json.dumps(found.to_dict()) if as_json else found.verdict if quiet else comparison(found.to_dict()))
+    return Exit.DIFFERENT if found.differs else Exit.DONE
 
 
 main.add_command(heal)

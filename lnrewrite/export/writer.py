@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..backends.onnx.file import data_names, read, stamp, write
 from ..backends.onnx.lift import lift
 from ..backends.onnx.raising import STANDARD, raise_norms
 from ..backends.onnx.session import runnable
-from ..comparison.verifying import HALF, held_in_half, proof
+from ..comparison.verifying import HALF, proof
 from ..detect.detection import detect
 from ..detect.naming import norm_names
 from ..errors import Code, LnrewriteError, Refusal, UsageError, unknown
@@ -27,6 +28,7 @@ from ..files.output import check_output
 from ..ir import Exactness, Kind, Network
 from ..kernels.library import DOMAIN, find
 from ..pipeline.report import Form, Report
+from ..pipeline.results import Proof
 from .boundaries import fuse_norm_add_norm
 from .fusions import FOR, optimise
 from .lowering import lower, split
@@ -77,7 +79,7 @@ def export(
         raise UsageError(Code.LN003, f"fuse custom, target {target}", why, "give the target cpu or cuda")
     say = progress or (lambda message: None)
     output = check_output(path, force)
-    bound = TOLERANCE["fp16" if held_in_half(program) and dtype == "fp32" else dtype]
+    bound = TOLERANCE["fp16" if program.in_half and dtype == "fp32" else dtype]
     say("translating to ONNX")
     model = program.to_onnx(opset)
     left, notes = raised(model, program.network), list(program.notes)
@@ -101,11 +103,11 @@ def export(
     if program.fixed_paths:
         stamp(model, fixed_paths=json.dumps(program.fixed_paths))
     found = put(model, output, program if verify else None, bound, say, force=force)
-    notes += found.pop("notes") if found else []
+    notes += found.notes if found else ()
     placement = program.network.placement
     return Report(
         "", Exactness.ALGEBRAIC, (), placement, placement, notes=tuple(notes), output=str(output),
-        fixed_paths=program.fixed_paths, norms=(*rows, *left), proof=found,
+        fixed_paths=program.fixed_paths, norms=(*rows, *left), proved=found,
     )  # fmt: skip
 
 
@@ -147,7 +149,7 @@ def wrong(program: Any, model: ir.Model, bound: float) -> str:
         found = proof(program, runnable(model), bound)
     except LnrewriteError as error:
         return error.why
-    return f"its outputs are {found['max_rel']:.2g} off" if found["verdict"] == "different" else ""
+    return f"its outputs are {found.max_rel:.2g} off" if found.differs else ""
 
 
 def put(
@@ -158,7 +160,7 @@ def put(
     say: Callable[[str], None],
     *,
     force: bool = True,
-) -> dict[str, Any] | None:
+) -> Proof | None:
     """Write a model, prove what was written against `program` (None: do not), and move it into place.
 
     Weights in a file of their own land first, under a name that the old ones do not have; those go last: whatever
@@ -185,8 +187,8 @@ def put(
     return found
 
 
-def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, Any]:
-    """Run a written file against its program; return the object of `verify --json`, or raise LN403.
+def proved(program: Any, file: Path, output: Path, bound: float) -> Proof:
+    """Run a written file against its program; raise LnrewriteError LN403 where it gives other numbers.
 
     A file with operators of lnrewrite is run by its definitions, and where the kernels are built by them too.
     """
@@ -196,13 +198,12 @@ def proved(program: Any, file: Path, output: Path, bound: float) -> dict[str, An
         modules = [runnable(defined)]
         if DOMAIN in defined.graph.opset_imports and find() is not None:
             modules.append(runnable(read(file, str(output), inline=False)))
-        proofs = [proof(program, module, bound) | {"dtype": module.precision} for module in modules]
-        found = max(proofs, key=lambda row: float(row["max_rel"]))
-        found["notes"] = list(dict.fromkeys(note for module in modules for note in module.notes))
+        proofs = [replace(proof(program, module, bound), dtype=module.precision) for module in modules]
+        found = max(proofs, key=lambda each: each.max_rel)
     except LnrewriteError as error:
         remedy = error.remedy if error.code == Code.LN020 else remedy  # inputs that it names
         raise LnrewriteError(Code.LN403, str(output), error.why, remedy) from error
-    if found["verdict"] == "different":
-        why = f"its outputs are off by {found['max_rel']:.2g} of the largest, {bound:g} is allowed"
+    if found.differs:
+        why = f"its outputs are off by {found.max_rel:.2g} of the largest, {bound:g} is allowed"
         raise LnrewriteError(Code.LN403, str(output), why, remedy)
-    return found
+    return Proof(found, tuple(dict.fromkeys(note for module in modules for note in module.notes)))

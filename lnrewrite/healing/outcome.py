@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from ..pipeline.results import Drift
+
 MEASURES = ("mean", "median", "p999")
 COLOURS = {"local": "#888888", "global": "#1f6fb4", "control": "#d0701e"}
 WIDE, HIGH, EDGE = 760, 320, 48
@@ -30,7 +32,7 @@ class Outcome:
     recipe: Mapping[str, Any]
     tokens: int
     seconds: float
-    drift: Mapping[str, Any]
+    drift: Drift
     notes: tuple[str, ...] = ()
     output: str | None = None
     run: str | None = None
@@ -56,7 +58,7 @@ class Outcome:
             "recipe": dict(self.recipe),
             "tokens": self.tokens,
             "seconds": round(self.seconds, 2),
-            "drift": dict(self.drift),
+            "drift": self.drift.to_dict(),
             "notes": list(self.notes),
         }
 

@@ -301,6 +301,6 @@ def _prove(module: nn.Module, program: Program, taken: Capture, seed: int) -> No
     except Exception as error:  # the module's own code, which may look at a norm that is gone
         why = f"rewritten, it fails with {told(error)}"
         raise LnrewriteError(Code.LN313, type(module).__name__, why, remedy) from error
-    if found["verdict"] == "different":
-        why = f"its outputs are {found['max_rel']:.1e} (relative) from what was planned"
+    if found.differs:
+        why = f"its outputs are {found.max_rel:.1e} (relative) from what was planned"
         raise LnrewriteError(Code.LN313, type(module).__name__, why, remedy)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
+from torch import nn
+
+from ..backends.running import Runnable, as_runnable
 from ..comparison.proving import Evidence
+from ..comparison.verifying import drift
 from ..detect.arithmetic import Unknown, affine, evaluate
 from ..detect.detection import Detection, detect
 from ..detect.graph import OpGraph
@@ -16,13 +20,14 @@ from ..ir import Network, text
 from ..ir.summary import Picture, describe
 from ..pipeline.certifying import certify
 from ..pipeline.protocols import Batch, Samples
+from ..pipeline.results import Drift
 from ..pipeline.sounding import Edits
 from . import calibration
 
 UNTRIED = "the picture was not tried on numbers: {}"
 
 
-class Seen(ABC):
+class Seen(Runnable):
     """See a model as a graph; a subclass says what the graph is, what its parameters hold, and how it runs."""
 
     format: str
@@ -37,6 +42,32 @@ class Seen(ABC):
     def notes(self) -> tuple[str, ...]:
         """Return what a user should know about how the model was opened and captured."""
         return (*self.told, *(f"captured on one path, that of the example inputs: {path}" for path in self.fixed_paths))
+
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """Return the model as what runs it, the same object at each call."""
+
+    @property
+    def traced(self) -> bool:
+        """Return whether this is a graph of torch, whose constants were computed when it was captured."""
+        return as_runnable(self.module()).traced
+
+    def call(self, batch: Batch) -> Any:
+        """Return what the model gives for a batch: its tree of outputs, without gradients."""
+        return as_runnable(self.module()).call(batch)
+
+    def in_float64(self) -> Runnable:
+        """Return a copy of what runs the model, in float64."""
+        return as_runnable(self.module()).in_float64()
+
+    @property
+    def in_half(self) -> bool:
+        """Return whether the model computes in half precision."""
+        return any(op.dtype in {"float16", "bfloat16"} for op in self.graph)
+
+    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> Drift:
+        """Compare another program's outputs with this one's on the batches."""
+        return drift(self.module(), other.module(), batches, held_out)
 
     @abstractmethod
     def _lift(self) -> OpGraph: ...

@@ -27,7 +27,6 @@ from ..backends.onnx.session import OnnxModule, load, runnable
 from ..backends.outputs import Outputs, apart
 from ..backends.surgery import Surgery
 from ..comparison.proving import FLOOR, Evidence, gathered, unexplained
-from ..comparison.verifying import drift, held_in_half
 from ..data.inputs import parse_inputs
 from ..detect.detection import Detection
 from ..detect.graph import OpGraph
@@ -167,10 +166,6 @@ class OnnxProgram(Seen):
         sizes = islice(resized(self.model, self.example_inputs()), 6)
         return [drawn(self.model, each, seed) for each in sizes]
 
-    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
-        """Compare another program's outputs with this one's on the batches."""
-        return drift(self.module(), other.module(), batches, held_out)
-
     def _evidence(self, seed: int) -> Evidence | None:
         if self.model.graph.num_nodes() > TRIED:
             return None
@@ -228,7 +223,7 @@ class OnnxProgram(Seen):
         if self.style in TARGETS:
             lower(model, TARGETS[self.style], version("onnxruntime"))
         stamp(model, version=__version__, pipeline=",".join(self.done))
-        bound = TOLERANCE["fp16" if held_in_half(self) else "fp32"]
+        bound = TOLERANCE["fp16" if self.in_half else "fp32"]
         put(model, check_output(path, force), self, bound, lambda message: None, force=force)
 
     def export(self, path: str | os.PathLike[str], **how: Any) -> Any:

@@ -19,7 +19,6 @@ from ..backends.torch.fixed import fixed_paths
 from ..backends.torch.lift import lift
 from ..backends.torch.module import Called, CapturedModule, stored, with_plain_outputs
 from ..comparison.proving import Evidence, away, evidence
-from ..comparison.verifying import drift
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
 from ..files.landing import poured, write_whole
@@ -154,10 +153,6 @@ class Program(Seen):
             if op.kind == "embedding" and len(op.data) > 1 and self.graph[op.data[1]].kind == "input":
                 limits[op.data[1]] = self.graph.width(op.data[0], 0)
         return limits
-
-    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
-        """Compare another program's outputs with this one's on the batches."""
-        return drift(self.module(), other.module(), batches, held_out)
 
     def _evidence(self, seed: int) -> Evidence | None:
         if any(p.is_meta for p in self._capture.module.parameters()):

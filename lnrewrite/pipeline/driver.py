@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar, Generic
+from typing import ClassVar, Generic
 
 from .. import errors
 from ..errors import Code, LnrewriteError, Refusal
@@ -20,7 +20,8 @@ from .feed import Feed
 from .presets import PRESETS
 from .protocols import Batch, M, Pass
 from .report import Report, unknown_norms
-from .sounding import Proof, Unproved, Witness
+from .results import Drift
+from .sounding import Scope, Unproved, Witness
 from .spec import parse, spell
 from .step import Done, run_step
 
@@ -83,14 +84,14 @@ class Pipeline:
         feed = Feed(program, calibrate, seed, data)
         rounded, before = program.narrow, program.network
         consume = consume and not rounded and all(item.exactness < Exactness.CALIBRATED for item in self.passes)
-        proof = Proof.AT_ENDS if verify else Proof.NONE
+        scope = Scope.AT_ENDS if verify else Scope.NONE
         try:
-            current, done = self._steps(program, feed, partial, seed, say, consume, proof)
+            current, done = self._steps(program, feed, partial, seed, say, consume, scope)
         except Unproved:
             if consume:
                 raise
             say("the result does not compute what the model does: looking for the edit that is wrong")
-            current, done = self._steps(program, feed, partial, seed, say, False, Proof.OF_EDITS)
+            current, done = self._steps(program, feed, partial, seed, say, False, Scope.OF_EDITS)
         exactness = max((d.exactness for d in done if d.step.edits), default=Exactness.STRUCTURAL)
         drift = None
         if exactness >= Exactness.CALIBRATED or (rounded and current is not program):
@@ -100,15 +101,15 @@ class Pipeline:
         return Result(current, self._report(before, current.network, exactness, done, drift, feed))
 
     def _steps(
-        self, program: M, feed: Feed, partial: bool, seed: int, say: Callable[[str], None], consume: bool, proof: Proof
+        self, program: M, feed: Feed, partial: bool, seed: int, say: Callable[[str], None], consume: bool, scope: Scope
     ) -> tuple[M, list[Done]]:
         """Run the passes one after the other; prove what each stretch of exact ones, or each single edit, gave."""
         current, done, number = program, list[Done](), 0
         for exact, stretch in groupby(self.passes, lambda item: item.exactness < Exactness.CALIBRATED):
-            witness = Witness(seed, proof is Proof.OF_EDITS) if exact and proof is not Proof.NONE else None
+            witness = Witness(seed, scope is Scope.OF_EDITS) if exact and scope is not Scope.NONE else None
             for item in stretch:
                 say(f"{(number := number + 1)}/{len(self.passes)} {spell(item)}")
-                network = current.network if exact or proof is Proof.NONE else current.certified
+                network = current.network if exact or scope is Scope.NONE else current.certified
                 used = consume or current is not program
                 current, step = run_step(item, current, network, feed, partial, seed, used, witness)
                 done.append(step)
@@ -122,7 +123,7 @@ class Pipeline:
         after: Network,
         exactness: Exactness,
         done: Sequence[Done],
-        drift: dict[str, Any] | None,
+        drift: Drift | None,
         feed: Feed,
     ) -> Report:
         return Report(
@@ -131,7 +132,7 @@ class Pipeline:
             steps=tuple(d.step for d in done),
             placement_before=before.placement,
             placement_after=after.placement,
-            drift=drift,
+            measured=drift,
             refusals=tuple(r for d in done for r in d.refusals),
             not_applicable=tuple(row for d in done for row in d.skipped),
             sites=tuple(row for d in done for row in d.expected),
@@ -155,9 +156,9 @@ class Result(Generic[M]):
     report: Report
 
 
-def _finite(drift: Mapping[str, Any]) -> None:
+def _finite(drift: Drift) -> None:
     """Raise LnrewriteError LN405 where a conversion's outputs are no numbers."""
-    error = drift["relative_error"]
+    error = drift.relative_error
     if error is not None and not error < float("inf"):
         why = "the outputs of the result are NaN or infinite on the data that it was measured on"
         raise LnrewriteError(Code.LN405, "the result", why, "leave blocks out with blocks=..., and report this model")
@@ -185,7 +186,7 @@ def _doubted(done: Sequence[Done]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _rounding(exactness: Exactness, drift: dict[str, Any] | None) -> tuple[str, ...]:
+def _rounding(exactness: Exactness, drift: Drift | None) -> tuple[str, ...]:
     """Return what the drift of an exact pipeline is: the rounding of what it stored."""
     if drift is None or exactness >= Exactness.CALIBRATED:
         return ()

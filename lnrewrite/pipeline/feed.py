@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..errors import Code, LnrewriteError
 from .protocols import Batch, M, Model
+from .results import Drift
 
 LARGE = 0.2
 """The relative error from which a report advises healing."""
@@ -47,14 +48,13 @@ class Feed:
         """Return the batches to fit on: the first three quarters, or the only one."""
         return self.batches[: max(1, len(self.batches) * 3 // 4)]
 
-    def drift(self, before: M, after: M) -> dict[str, Any]:
+    def drift(self, before: M, after: M) -> Drift:
         """Measure how far the outputs moved, on batches that nothing was fitted on where there are such."""
         rest = self.batches[len(self.fit) :]
         name = "synthetic" if self.given is None else self.name or "given"
-        figures = before.drift(after, rest or self.batches, bool(rest))
-        return {"data": name} | figures | {"data": name, "held_out": bool(rest)}
+        return replace(before.drift(after, rest or self.batches, bool(rest)), data=name)
 
-    def notes(self, drift: dict[str, Any] | None) -> tuple[str, ...]:
+    def notes(self, drift: Drift | None) -> tuple[str, ...]:
         """Return what the figures of this run rest on."""
         notes = []
         if self.given is None and "batches" in vars(self):
@@ -63,16 +63,16 @@ class Feed:
                 f"no calibration data were given, so gains and drift rest on synthetic inputs{chosen} and may be far "
                 "from what real inputs give; give real ones with --calibrate DATA (calibrate=...)"
             )
-        if drift and (drift["relative_error"] or 0) > LARGE:
+        if drift and (drift.relative_error or 0) > LARGE:
             notes.append(
-                f"the outputs moved by {drift['relative_error']:.0%}: constants stand where the model has one scalar "
+                f"the outputs moved by {drift.relative_error:.0%}: constants stand where the model has one scalar "
                 "for each token; heal the result by a short training on real data before use"
             )
-        if drift and drift.get("off_path"):
+        if drift and drift.off_path:
             notes.append(
-                f"on {drift['off_path']} more batches the result takes another path than was captured, and fails; "
+                f"on {drift.off_path} more batches the result takes another path than was captured, and fails; "
                 "they are not in the drift"
             )
-        if drift and not drift["held_out"]:
+        if drift and not drift.held_out:
             notes.append("there was one batch only, so the drift was measured on the data of the fit; give two or more")
         return tuple(notes)

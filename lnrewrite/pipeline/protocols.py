@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from ..ir import Exactness, Network, Norm, Proposal, Stream
 from ..ir.select import select
+from .results import Drift
 
 Batch = Mapping[str, Any] | Sequence[Any]
 """One call's inputs: a mapping of keyword inputs, or a sequence of positional ones."""
@@ -131,8 +132,8 @@ class Model(Protocol):
     def values(self, param: str) -> Any: ...
     def shape(self, param: str) -> tuple[int, ...]: ...
     def affine(self, start: str, end: str) -> tuple[Any, Any]: ...
-    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> dict[str, Any]:
-        """Compare `other`'s outputs with this model's: the `drift` object of the contract, but for `data`."""
+    def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> Drift:
+        """Compare `other`'s outputs with this model's on the batches."""
         ...
 
     def evidence(self, seed: int) -> Any | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Code, Refusal
 from ..ir import Exactness
+from .results import Drift, Proof
 
 WIDTH = 100
 _MEANING = {
@@ -88,10 +89,10 @@ def unknown_norms(refusals: Iterable[object]) -> tuple[str, ...]:
 class Report:
     """Hold all that is known of one run of a pipeline; `str()` is for people, `to_dict()` for programs.
 
-    `drift` compares the outputs before and after on sample data (None where the rewrite claims to be exact); `notes`
+    `measured` compares the outputs before and after on sample data (None where the rewrite claims to be exact); `notes`
     are plain sentences about what the figures rest on; `output` is the path written, if any; `fixed_paths` what
     a capture fixed that the model chooses by its data (the notes say so). An export adds `norms`,
-    one row for each, and `proof`, the object of `verify --json` for the file against its source.
+    one row for each, and `proved`, the comparison of the file with its source.
     """
 
     pipeline: str
@@ -99,7 +100,7 @@ class Report:
     steps: tuple[Step, ...]
     placement_before: str
     placement_after: str
-    drift: Mapping[str, Any] | None = None
+    measured: Drift | None = None
     refusals: tuple[Refusal, ...] = ()
     not_applicable: tuple[Skipped, ...] = ()
     sites: tuple[Expected, ...] = ()
@@ -107,7 +108,17 @@ class Report:
     output: str | None = None
     fixed_paths: tuple[str, ...] = ()
     norms: tuple[Form, ...] | None = None
-    proof: Mapping[str, Any] | None = None
+    proved: Proof | None = None
+
+    @property
+    def drift(self) -> dict[str, Any] | None:
+        """Return what was measured, as JSON reports show it."""
+        return None if self.measured is None else self.measured.to_dict()
+
+    @property
+    def proof(self) -> dict[str, Any] | None:
+        """Return what was proved of the file, as `export --json` shows it."""
+        return None if self.proved is None else self.proved.to_dict()
 
     @property
     def edits(self) -> int:
@@ -125,7 +136,7 @@ class Report:
             "steps": [step.to_dict() for step in self.steps],
             "placement_before": self.placement_before,
             "placement_after": self.placement_after,
-            "drift": dict(self.drift) if self.drift is not None else None,
+            "drift": self.drift,
             "sites": [site.to_dict() for site in self.sites],
             "refusals": [refusal.to_dict() for refusal in self.refusals],
             "not_applicable": [row.to_dict() for row in self.not_applicable],
@@ -146,9 +157,9 @@ class Report:
         yield ""
         if rows := [(s.text, str(s.edits), str(s.refused), f"{s.seconds:.2f}") for s in self.steps]:
             yield from _table(("pass", "edits", "refused", "seconds"), rows)
-        if self.drift is not None:
+        if self.measured is not None:
             yield ""
-            yield f"drift      {_drift(self.drift)}"
+            yield f"drift      {self.measured}"
         if self.sites:
             yield ""
             yield from self._expected()
@@ -176,10 +187,10 @@ class Report:
         if apart:
             yield f"  {len(apart)} left decomposed"
             yield from _some(f"    {row.site}: {row.why}" for row in apart)
-        if self.proof is not None:
-            shapes = ", ".join("x".join(map(str, shape)) for shape in self.proof["shapes_tried"])
+        if self.proved is not None:
+            shapes = ", ".join("x".join(map(str, shape)) for shape in self.proved.found.shapes_tried)
             yield ""
-            yield f"proved     largest error {self.proof['max_rel']:.2g} of the largest output, on inputs {shapes}"
+            yield f"proved     largest error {self.proved.found.max_rel:.2g} of the largest output, on inputs {shapes}"
 
     def _expected(self) -> Iterator[str]:
         worst = sorted(self.sites, key=lambda s: -(s.error if s.error is not None else -1.0))
@@ -188,15 +199,6 @@ class Report:
         yield from _table(("site", "error", "note"), rows)
         if len(worst) > _SHOWN:
             yield f"  and {len(worst) - _SHOWN} more"
-
-
-def _drift(drift: Mapping[str, Any]) -> str:
-    """Put the figures of a drift into one line; figures that a model's outputs do not give are left out."""
-    words = {"relative_error": "relative error", "cosine": "cosine", "kl": "KL", "top1_agreement": "top-1 agreement"}
-    figures = [f"{words[key]} {drift[key]:.4g}" for key in words if drift.get(key) is not None]
-    held = "held out" if drift.get("held_out") else "the data of the fit"
-    samples = f", {drift['samples']} samples" if "samples" in drift else ""
-    return f"{', '.join(figures)} ({drift.get('data')} data, {held}{samples})"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

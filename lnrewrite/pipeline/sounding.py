@@ -14,7 +14,7 @@ Edits = Sequence[tuple[Stream, Proposal]]
 REMEDY = "the edit is left out; please report this model, it shows a fault of lnrewrite"
 
 
-class Proof(Enum):
+class Scope(Enum):
     """Describe what of a pipeline is proved: nothing, each stretch of exact passes, or every edit by itself."""
 
     NONE = 0

@@ -26,6 +26,7 @@ from ..kernels.library import DOMAIN, register
 from ..loading.identify import Format, identify
 from ..models.onnx_program import OnnxProgram
 from .sessions import PROVIDERS, check_target, does_not_run
+from .timings import Benchmark, Spread, Timing
 
 WARM = 2
 Run = Callable[[], object]
@@ -82,9 +83,12 @@ def bench(
         for each, found in taken.items():
             times[each] += found
             medians[each].append(statistics.median(found))
-    notes = list(dict.fromkeys(note for model in timed for note in model.notes))
-    rows = [_row(model, times[i], medians[i], medians[0]) for i, model in enumerate(models)]
-    return {"target": target, "threads": threads, "rounds": rounds, "runs": runs, "models": rows, "notes": notes}
+    notes = tuple(dict.fromkeys(note for model in timed for note in model.notes))
+    rows = []
+    for model, seconds, middle in zip(models, times, medians, strict=True):
+        ratios = [mine / first for mine, first in zip(middle, medians[0], strict=True)]
+        rows.append(Timing(model, Spread.of([1000 * t for t in seconds]), Spread.of(ratios)))
+    return Benchmark(target, threads, rounds, runs, tuple(rows), notes).to_dict()
 
 
 def _path(model: str) -> Path:
@@ -175,16 +179,3 @@ def _on_cuda(model: Timed, options: onnxruntime.SessionOptions) -> Run:
         binding.synchronize_outputs()
 
     return run
-
-
-def _row(model: str, times: Sequence[float], medians: Sequence[float], first: Sequence[float]) -> dict[str, Any]:
-    low, middle, high = _spread([1000 * t for t in times])
-    ratio = _spread([a / b for a, b in zip(medians, first, strict=True)])
-    named = dict(zip(("p10", "median", "p90"), ratio, strict=True))
-    return {"path": model, "median_ms": middle, "p10_ms": low, "p90_ms": high, "ratio_to_first": named}
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the 10th percentile, the median and the 90th percentile."""
-    low, middle, high = np.percentile(np.asarray(values), (10, 50, 90))
-    return float(low), float(middle), float(high)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import lnrewrite as lnr
 import lnrewrite.demo
-from lnrewrite.comparison.verifying import Float64
+from lnrewrite.backends.torch.widened import Float64
 from lnrewrite.ir import Network
 from lnrewrite.models.program import Program
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ...errors import Code, LnrewriteError
 from ...kernels.library import DOMAIN, find, register
+from ...pipeline.protocols import Batch
+from ..running import Runnable
 from .double import doubled, widened
 from .file import ONE_FILE, bytes_of, whole, write
 from .remote import Died, Failed, Session
@@ -29,10 +31,10 @@ TORCH = {
 }  # fmt: skip
 
 
-class OnnxModule(torch.nn.Module):
+class OnnxModule(Runnable, torch.nn.Module):
     """Call an ONNX model by its inputs' names (or in their order); returns its outputs by name, tensors on the CPU.
 
-    `precision` says what it computes in: as the model is written, or float64 after `double()`.
+    `precision` says what it computes in: as the model is written, or float64 after `in_float64()`.
     """
 
     def __init__(self, model: ir.Model, precision: str = "as written") -> None:
@@ -61,6 +63,14 @@ class OnnxModule(torch.nn.Module):
             seen = f"{len(wanted)} outputs are declared, of which ONNX Runtime sees {len(found)}"
             raise LnrewriteError(Code.LN030, "the model", seen, "give each output a name of its own")
         return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found.values(), strict=True)}
+
+    def call(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the model's outputs for a batch, whose inputs go by their order where they bear other names."""
+        if not isinstance(batch, Mapping):
+            return self(*batch)
+        if len(self.inputs) == len(batch) and set(self.inputs) != set(batch):
+            batch = dict(zip(self.inputs, batch.values(), strict=True))
+        return self(**batch)
 
     @property
     def notes(self) -> list[str]:
@@ -96,7 +106,7 @@ class OnnxModule(torch.nn.Module):
         dtype = TORCH.get(like.dtype, tensor.dtype) if like.dtype is not None else tensor.dtype
         return tensor.to(torch.float32 if dtype is torch.bfloat16 else dtype).numpy()
 
-    def double(self) -> OnnxModule:  # type: ignore[override]
+    def in_float64(self) -> OnnxModule:
         """Return the model computing in float64; in float32, where an operator of it is not known here."""
         exact = OnnxModule(doubled(self.model), "float64")
         try:
