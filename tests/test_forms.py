@@ -7,10 +7,12 @@ from collections import Counter
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 
+from lnrewrite.backends.onnx.norms import CONTRIB, EPSILON, LAYER, RMS, SKIP
 from lnrewrite.export.lowering import lower, split
-from lnrewrite.export.targets import LAYER, RMS, SKIP, TARGETS
+from lnrewrite.export.targets import TARGETS
 from sheets import HALF, SINGLE, WIDTH, Sheet, finished, given, named, run
 from tiers import rows
 
@@ -133,8 +135,6 @@ def running(model: ir.Model) -> set[str]:
     """Return the operators of the graph that ONNX Runtime runs."""
     import tempfile
 
-    import onnxruntime
-
     with tempfile.NamedTemporaryFile(suffix=".onnx") as file:
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath, options.log_severity_level = file.name, 4
@@ -168,6 +168,31 @@ def test_split_undoes_the_skip_form(add: str, kind: str, dtype: ir.DataType) -> 
         assert np.abs(a - b).max() <= (2e-6 if dtype is SINGLE else 2e-3) * np.abs(a).max()
     again, _, _ = lowered(apart, "cuda")
     assert Counter(n.op_type for n in again.graph) == Counter(n.op_type for n in fused.graph)
+
+
+def test_a_norm_that_gives_no_epsilon_has_its_schemas() -> None:
+    """SkipSimplifiedLayerNormalization was read with another one, 1e-6."""
+    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
+
+    found: dict[str, set[float]] = {}
+    for schema in get_all_operator_schema():
+        if schema.name in EPSILON and schema.domain in ("", CONTRIB):
+            default = onnx.AttributeProto.FromString(schema.attributes["epsilon"]._default_value)
+            found.setdefault(schema.name, set()).add(default.f)
+    assert found == {name: {float(np.float32(value))} for name, value in EPSILON.items()}
+
+
+@pytest.mark.parametrize("kind", [LAYER, RMS])
+def test_split_keeps_the_epsilon_that_is_not_written(kind: str) -> None:
+    model, _, _ = lowered(model_of(kind, SINGLE, 3, "alone", 18), "cuda")
+    for node in model.graph:
+        node.attributes.pop("epsilon", None)
+    apart = model.clone()
+    assert split(apart) == 1
+    small = np.random.default_rng(0).normal(size=(3, 5, WIDTH)).astype("float32") * 1e-4
+    sessions = [onnxruntime.InferenceSession(ir.to_proto(m).SerializeToString()) for m in (model, apart)]
+    a, b = (session.run(None, {"x": small, "skip": small})[0] for session in sessions)
+    assert np.abs(a - b).max() <= 2e-6 * np.abs(a).max()
 
 
 def test_every_row_says_why() -> None:

@@ -20,10 +20,10 @@ import onnx_ir as ir
 from onnx_ir.passes.common import TopologicalSortPass
 
 from ..backends.onnx.lift import dtype as type_of
-from ..backends.onnx.norms import SITE, attributes, zeros
+from ..backends.onnx.norms import LAYER, SITE, NormNode, resemble, site, zeros
 from ..kernels.library import DOMAIN
-from .lowering import Row, like, take_place
-from .targets import LAYER, SKIP
+from ..pipeline.report import Form
+from .lowering import take_place
 
 BOTH, HALF = "NormAddNorm", "NormAdd"
 DTYPES = {"float32", "float16", "bfloat16"}
@@ -44,19 +44,19 @@ class Boundary:
         return [self.before] if self.after is None else [self.before, self.after]
 
 
-def fuse_norm_add_norm(model: ir.Model) -> tuple[list[Row], list[str]]:
+def fuse_norm_add_norm(model: ir.Model) -> tuple[list[Form], list[str]]:
     """Write every boundary of a semantic model as one operator; return a row for each norm in it, and what was left."""
     found = boundaries(model.graph)
     if not found:
         return [], ["no norm stands right before a residual add, so that no operator of lnrewrite was written"]
     (kind, _), *_ = Counter(b.before.op_type for b in found).most_common()
     chosen = [b for b in found if b.before.op_type == kind]
-    biased = any(len(norm.inputs) > 2 for b in chosen for norm in b.norms)
+    biased = any(norm.bias is not None for b in chosen for norm in map(_read, b.norms))
     rows, used = [], set()
     for boundary in chosen:
         made = _fused(model.graph, boundary, biased)
         used.add(made.op_type)
-        rows += [Row(_site(norm), made.op_type, WHY) for norm in boundary.norms]
+        rows += [Form(site(norm), made.op_type, WHY) for norm in boundary.norms]
     for name in sorted(used):
         function = _definition(name, kind, biased, model.graph.opset_imports[""])
         model.functions[function.identifier()] = function
@@ -92,40 +92,42 @@ def boundaries(graph: ir.Graph) -> list[Boundary]:
 
 def _is_norm(node: ir.Node) -> bool:
     """Return whether a node is a norm that the kernels have: one type throughout, gain and bias one vector each."""
-    if node.domain or node.op_type not in SKIP:
+    norm = NormNode.read(node)
+    if norm is None or not norm.semantic:
         return False
-    x, *vectors = (v for v in node.inputs if v is not None)
-    plain = all(v.shape is not None and len(v.shape) == 1 and v.dtype == x.dtype for v in vectors)
-    return plain and type_of(x) in DTYPES
+    vectors = [v for v in (norm.gain, norm.bias) if v is not None]
+    plain = all(v.shape is not None and len(v.shape) == 1 and v.dtype == norm.x.dtype for v in vectors)
+    return plain and type_of(norm.x) in DTYPES
+
+
+def _read(node: ir.Node) -> NormNode:
+    """Return what a norm's node computes."""
+    norm = NormNode.read(node)
+    assert norm is not None
+    return norm
 
 
 def _plain(value: ir.Value, like: ir.Value) -> bool:
     return value.const_value is None and value.shape is not None and value.shape == like.shape
 
 
-def _site(node: ir.Node) -> str:
-    return node.metadata_props.get(SITE, node.outputs[0].name or "")
-
-
 def _fused(graph: ir.Graph, boundary: Boundary, biased: bool) -> ir.Node:
     """Put the operator in the place of a boundary's nodes."""
-    before, add, norms = boundary.before, boundary.add, boundary.norms
-    p, gain = before.outputs[0], before.inputs[1]
-    assert gain is not None
-    (x,) = (v for v in add.inputs if v is not p)
-    inputs = [before.inputs[0], x, *(norm.inputs[1] for norm in norms)]
+    before, add, behind = boundary.before, boundary.add, boundary.norms[1:]
+    norms = [_read(node) for node in boundary.norms]
+    (x,) = (v for v in add.inputs if v is not before.outputs[0])
+    inputs = [norms[0].x, x, *(norm.gain for norm in norms)]
     if biased:
-        inputs += [norm.inputs[2] if len(norm.inputs) > 2 else zeros(graph, gain) for norm in norms]
-    named = zip(("eps_out", "eps_in"), norms, strict=False)
-    held: dict[str, float | int] = {name: norm.attributes.get_float("epsilon", 1e-5) for name, norm in named}
-    held["layernorm"] = int(before.op_type == LAYER)
+        inputs += [norm.bias or zeros(graph, norm.gain) for norm in norms]
+    held: dict[str, float | int] = {name: norm.eps for name, norm in zip(("eps_out", "eps_in"), norms, strict=False)}
+    held["layernorm"] = int(norms[0].operator == LAYER)
     made = ir.node(HALF if boundary.after is None else BOTH, inputs, held, domain=DOMAIN, num_outputs=len(norms))
-    made.metadata_props[SITE] = _site(before)
+    made.metadata_props[SITE] = site(before)
     graph.insert_before(add, made)
-    for node, new in zip((add, *norms[1:]), made.outputs, strict=True):
-        like(new, node.outputs[0])
+    for node, new in zip((add, *behind), made.outputs, strict=True):
+        resemble(new, node.outputs[0])
         take_place(node.outputs[0], new)
-    graph.remove([*norms[1:], add, before], safe=True)
+    graph.remove([*behind, add, before], safe=True)
     return made
 
 
@@ -135,8 +137,7 @@ def _definition(name: str, kind: str, biased: bool, opset: int) -> ir.Function:
     held = {v: ir.Value(name=v) for v in ("f", "x", *(f"{g}_{e}" for g in ("gb" if biased else "g") for e in ends))}
 
     def normalised(x: ir.Value, end: str) -> ir.Node:
-        inputs = [x, held[f"g_{end}"], *([held[f"b_{end}"]] if biased else [])]
-        node = ir.node(kind, inputs, attributes(0.0))
+        node = NormNode(kind, x, held[f"g_{end}"], held.get(f"b_{end}"), 0.0).build()
         node.attributes["epsilon"] = ir.RefAttr("epsilon", f"eps_{end}", ir.AttributeType.FLOAT)
         return node
 

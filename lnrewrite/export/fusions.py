@@ -31,11 +31,11 @@ from onnxscript.rewriter.ort_fusions.rotary_embedding import fuse_partial_rotary
 from onnxscript.rewriter.ort_fusions.sdpa import fuse_sdpa
 from onnxscript.rewriter.ort_fusions.sdpa_via_mha import replace_sdpa_by_mha
 
+from ..backends.onnx.norms import LAYER, RMS, SKIP, STANDARD_RMS
 from ..backends.onnx.shapes import infer_shapes
-from .targets import LAYER, RMS, SKIP
 
 Group = Callable[[ir.Model], object]
-NORMS = (LAYER, RMS, *SKIP.values(), "RMSNormalization")
+NORMS = (LAYER, RMS, *SKIP.values(), STANDARD_RMS)
 
 
 def _gelu(model: ir.Model) -> None:

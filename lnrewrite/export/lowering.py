@@ -1,38 +1,25 @@
 """Write each norm of a semantic ONNX model, and the residual add before it, in the form that a target runs best.
 
-A norm stands as LayerNormalization or SimplifiedLayerNormalization (see `backends.onnx_norms`). The add rides in it as
-
-    y, _, _, sum = SkipLayerNormalization(x, skip, gamma, beta, bias)     sum = x + skip + bias, y = LN(sum)
-
-where the target's table says that this is cheaper, whoever else reads the sum. Targets without ONNX Runtime's
-operators get LayerNormalization (opset 17), RMSNormalization (23) or primitives.
+A norm stands as LayerNormalization or SimplifiedLayerNormalization (see `backends.onnx.norms`). The add rides in it, as
+SkipLayerNormalization, where the target's table says that this is cheaper, whoever else reads the sum. Targets without
+ONNX Runtime's operators get LayerNormalization (opset 17), RMSNormalization (23) or primitives.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass, TopologicalSortPass
 
 from ..backends.onnx.lift import dtype as type_of
-from ..backends.onnx.norms import SITE, attributes, constant
-from ..backends.onnx.ops import CONTRIB, RESHAPE
-from .targets import DECOMPOSED, LAYER, RMS, SKIP, STANDARD_RMS, Target
-
-KINDS = {skip: norm for norm, skip in SKIP.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Name a norm, the form that it was written in, and why that one."""
-
-    site: str
-    form: str
-    why: str
+from ..backends.onnx.norms import CONTRIB, LAYER, PLAIN, RMS, SKIP, STANDARD_RMS, NormNode, constant, resemble, site
+from ..backends.onnx.ops import RESHAPE
+from ..pipeline.report import Form
+from .targets import DECOMPOSED, Target
 
 
 def split(model: ir.Model) -> int:
@@ -42,44 +29,29 @@ def split(model: ir.Model) -> int:
     """
     count = 0
     for node in list(model.graph):
-        if node.domain == CONTRIB and node.op_type in KINDS and not any(v.uses() for v in node.outputs[1:3]):
-            _apart(model.graph, node)
+        norm = NormNode.read(node)
+        if norm is not None and norm.skip is not None and not any(v.uses() for v in node.outputs[1:3]):
+            _apart(model.graph, node, norm, norm.skip)
             count += 1
-        elif node.op_type == STANDARD_RMS and node.domain == "" and _same_types(node) and _last_axis(node):
+        elif norm is not None and norm.operator == STANDARD_RMS and norm.x.dtype == norm.gain.dtype and norm.axes == 1:
             node.op_type = RMS
             node.attributes.setdefault("stash_type", ir.AttrInt64("stash_type", 1))
     RemoveUnusedNodesPass()(model)
     return count
 
 
-def _same_types(node: ir.Node) -> bool:
-    return len({v.dtype for v in node.inputs if v is not None}) == 1
-
-
-def _last_axis(node: ir.Node) -> bool:
-    axis, x = node.attributes.get_int("axis", -1), node.inputs[0]
-    return axis == -1 or (x is not None and x.shape is not None and axis == len(x.shape) - 1)
-
-
-def _apart(graph: ir.Graph, node: ir.Node) -> None:
-    kind = KINDS[node.op_type]
-    x, skip, gamma, *rest = node.inputs
-    beta, bias = (*rest, None, None)[:2] if kind == LAYER else (None, (*rest, None)[0])
-    assert x is not None and skip is not None
-    made: list[ir.Node] = []
+def _apart(graph: ir.Graph, node: ir.Node, norm: NormNode, skip: ir.Value) -> None:
+    x, bias, made = norm.x, norm.added, list[ir.Node]()
 
     def plus(a: ir.Value, b: ir.Value) -> ir.Value:
         made.append(ir.node("Add", [a, b]))
-        like(made[-1].outputs[0], node.outputs[0])
+        resemble(made[-1].outputs[0], node.outputs[0])
         return made[-1].outputs[0]
 
     if bias is not None:  # it is the bias of the product that was added, and goes back to it
         x, skip = (plus(x, bias), skip) if _is_product(x) else (x, plus(skip, bias))
     x = plus(x, skip)
-    inputs = [x, gamma] + ([beta] if beta is not None else [])
-    eps = node.attributes.get_float("epsilon", 1e-12 if kind == LAYER else 1e-6)
-    made.append(ir.node(kind, inputs, attributes(eps)))
-    like(made[-1].outputs[0], node.outputs[0])
+    made.append(replace(norm, operator=PLAIN[norm.operator], x=x, skip=None, added=None).build())
     made[-1].metadata_props.update(node.metadata_props)
     graph.insert_before(node, made)
     pairs = [(node.outputs[0], made[-1].outputs[0])]
@@ -91,13 +63,6 @@ def _apart(graph: ir.Graph, node: ir.Node) -> None:
 def _is_product(value: ir.Value) -> bool:
     node = value.producer()
     return node is not None and node.op_type.startswith(("MatMul", "Gemm", "Conv"))
-
-
-def like(value: ir.Value, other: ir.Value) -> None:
-    """Give a value the shape and the type of another."""
-    value.shape = other.shape
-    if other.dtype is not None:
-        value.type = ir.TensorType(other.dtype)
 
 
 def take_place(old: ir.Value, new: ir.Value) -> None:
@@ -118,14 +83,14 @@ def reshaped(value: ir.Value) -> ir.Node | None:
     return node if known and shapes[0][-1] == shapes[1][-1] else None  # type: ignore[index]
 
 
-def lower(model: ir.Model, target: Target, ort: str) -> list[Row]:
+def lower(model: ir.Model, target: Target, ort: str) -> list[Form]:
     """Write every semantic norm of a model in the target's cheapest form; return a row for each.
 
     ort: the version of ONNX Runtime that the model is made for, such as "1.31.1".
     """
     major, minor = ort.split(".")[:2]
     lowering = _Lowering(model, target, (int(major), int(minor)))
-    rows = [lowering.one(node) for node in list(model.graph) if node.domain == "" and node.op_type in SKIP]
+    rows = [lowering.one(node, norm) for node in list(model.graph) if (norm := NormNode.read(node)) and norm.semantic]
     TopologicalSortPass()(model)
     RemoveUnusedNodesPass()(model)
     if any(n.domain == CONTRIB for n in model.graph):
@@ -142,37 +107,34 @@ class _Lowering:
         self.version = ".".join(map(str, ort))
         self.opset = model.graph.opset_imports.get("", 1)
 
-    def one(self, node: ir.Node) -> Row:
-        site = node.metadata_props.get(SITE, node.outputs[0].name or "")
+    def one(self, node: ir.Node, norm: NormNode) -> Form:
+        """Write one norm; return its row."""
+        name, own = site(node), norm.operator
         if not self.target.contrib:
-            form, why = self.standard(node)
-            return Row(site, form, why)
-        if not _last_axis(node) or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
-            why = "its statistics are read too" if _last_axis(node) else "it runs over several axes"
-            return Row(site, node.op_type, f"{why}: no Skip* operator does that")
-        x = node.inputs[0]
-        assert x is not None
-        turned = reshaped(x)
-        add, why = self.addition(turned.inputs[0] if turned is not None else x)  # type: ignore[arg-type]
+            return Form(name, *self.standard(node, norm))
+        if norm.axes != 1 or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
+            why = "its statistics are read too" if norm.axes == 1 else "it runs over several axes"
+            return Form(name, own, f"{why}: no Skip* operator does that")
+        turned = reshaped(norm.x)
+        add, why = self.addition(turned.inputs[0] if turned is not None else norm.x)  # type: ignore[arg-type]
         if add is None:
-            return Row(site, node.op_type, why)
+            return Form(name, own, why)
         rank, dtype = len(add.outputs[0].shape or ()), type_of(add.outputs[0])
-        cost = self.target.cost(SKIP[node.op_type], dtype, rank, self.ort)
+        cost = self.target.cost(SKIP[own], dtype, rank, self.ort)
         if cost.cost == inf:
-            return Row(site, node.op_type, f"the table has no {SKIP[node.op_type]} for {dtype} in ORT {self.version}")
+            return Form(name, own, f"the table has no {SKIP[own]} for {dtype} in ORT {self.version}")
         if cost.cost >= 1:
             apart = self.keep_apart(node, add)
             why = f"with its add in one operator both take {cost.cost} times as long{apart} ({cost.source})"
-            return Row(site, node.op_type, why)
-        self.together(node, add, turned)
-        why = f"its add rides in it: {cost.cost} of the time of both ({cost.source})"
-        return Row(site, SKIP[node.op_type], why)
+            return Form(name, own, why)
+        self.together(node, norm, add, turned)
+        return Form(name, SKIP[own], f"its add rides in it: {cost.cost} of the time of both ({cost.source})")
 
     def addition(self, x: ir.Value) -> tuple[ir.Node | None, str]:
         """Return the add that makes `x` and can ride in its norm, or None and why there is none."""
         add = x.producer()
         if add is None or add.op_type not in {"Add", "Sum"} or len(add.inputs) != 2:
-            taken = add is not None and add.op_type in KINDS
+            taken = add is not None and add.op_type in PLAIN
             return None, "another norm took the add in" if taken else "no residual add stands before it"
         if any(v is None or v.const_value is not None for v in add.inputs):
             return None, "what is added before it is a constant, no residual"
@@ -196,7 +158,7 @@ class _Lowering:
             return False
         return list(shape) in ([1, *list(total)[1:]], list(total)[1:])
 
-    def together(self, node: ir.Node, add: ir.Node, turned: ir.Node | None) -> None:
+    def together(self, node: ir.Node, norm: NormNode, add: ir.Node, turned: ir.Node | None) -> None:
         """Write the add and the norm as one Skip* operator; a reshape between them goes behind both."""
         total, y = add.outputs[0], node.outputs[0]
         x, skip = add.inputs
@@ -204,28 +166,22 @@ class _Lowering:
         if x.shape != total.shape:
             x, skip = skip, x
         (x, bias), (skip, more) = self.biased(x), self.biased(skip) if self.biased(x)[1] is None else (skip, None)
-        bias = bias or more
-        layer = node.op_type == LAYER
-        beta = node.inputs[2] if layer and len(node.inputs) > 2 else None
-        inputs = [x, skip, node.inputs[1], *([beta, bias] if layer else [bias])]
-        while inputs[-1] is None:
-            inputs.pop()
         read = len(total.uses()) > 1 or total.is_graph_output()
-        epsilon = node.attributes.get_float("epsilon", 1e-5)
-        made = ir.node(SKIP[node.op_type], inputs, {"epsilon": epsilon}, domain=CONTRIB, num_outputs=4 if read else 1)
+        fused = replace(norm, operator=SKIP[norm.operator], x=x, skip=skip, added=bias or more)
+        made = fused.build(outputs=4 if read else 1)
         made.metadata_props.update(node.metadata_props)
-        like(made.outputs[0], total)
+        resemble(made.outputs[0], total)
         self.graph.insert_before(node, made)
         result = made.outputs[0]
         if turned is not None:
             again = ir.node(turned.op_type, [result, *turned.inputs[1:]], dict(turned.attributes))
-            like(result := again.outputs[0], y)
+            resemble(result := again.outputs[0], y)
             self.graph.insert_before(node, again)
         take_place(y, result)
         if read:
             for empty in made.outputs[1:3]:
                 empty.name = ""
-            like(made.outputs[3], total)
+            resemble(made.outputs[3], total)
             take_place(total, made.outputs[3])
         self.graph.remove([node], safe=True)
 
@@ -248,32 +204,33 @@ class _Lowering:
             return ", and written as Sum ONNX Runtime leaves the add alone"
         return ""
 
-    def standard(self, node: ir.Node) -> tuple[str, str]:
-        """Write a norm in standard operators."""
-        if node.op_type == LAYER and self.opset >= 17:
+    def standard(self, node: ir.Node, norm: NormNode) -> tuple[str, str]:
+        """Write a norm in standard operators; return the form and why it is that one."""
+        if norm.operator == LAYER and self.opset >= 17:
             return LAYER, "a standard operator since opset 17"
-        if node.op_type == RMS and self.opset >= 23:
+        if norm.operator == RMS and self.opset >= 23:
             node.op_type = STANDARD_RMS
             return STANDARD_RMS, "a standard operator since opset 23"
-        self.decompose(node)
-        needed = 17 if node.op_type == LAYER else 23
+        self.decompose(node, norm)
+        needed = 17 if norm.operator == LAYER else 23
         return DECOMPOSED, f"opset {self.opset} has no operator for it; opset {needed} does"
 
-    def decompose(self, node: ir.Node) -> None:
+    def decompose(self, node: ir.Node, norm: NormNode) -> None:
         """Write x -> (x - m) / sqrt(mean((x - m)^2) + eps) * gamma + beta in primitives, statistics in float32."""
-        x, scale = node.inputs[0], node.inputs[1]
-        beta = node.inputs[2] if len(node.inputs) > 2 else None
-        y = node.outputs[0]
-        assert x is not None and x.dtype is not None
+        x = norm.x
+        assert x.dtype is not None
         half = x.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
         wide = ir.DataType.FLOAT if half else x.dtype
         nodes: list[ir.Node] = []
 
-        def op(name: str, first: ir.Value, *more: ir.Value | None, **held: Any) -> ir.Value:
+        def op(name: str, first: ir.Value, *more: ir.Value | None, **held: int | Sequence[int]) -> ir.Value:
             nodes.append(ir.node(name, [first, *more], held))
-            like(value := nodes[-1].outputs[0], first)
-            if "to" in held:
-                value.type = ir.TensorType(ir.DataType(held["to"]))
+            resemble(value := nodes[-1].outputs[0], first)
+            return value
+
+        def cast(value: ir.Value, to: ir.DataType) -> ir.Value:
+            value = op("Cast", value, to=to.value)
+            value.type = ir.TensorType(to)
             return value
 
         def mean(value: ir.Value) -> ir.Value:
@@ -284,19 +241,16 @@ class _Lowering:
             made.shape = ir.Shape([*list(x.shape or ())[:-1], 1]) if x.shape is not None else None
             return made
 
-        number = constant(
-            self.graph,
-            f"lnrewrite.eps.{node.attributes.get_float('epsilon', 1e-5)!r}.{wide.name.lower()}",
-            np.array(node.attributes.get_float("epsilon", 1e-5), wide.numpy()),
-        )
-        u = op("Cast", x, to=wide.value) if half else x
-        if node.op_type == LAYER:
+        name = f"lnrewrite.eps.{norm.eps!r}.{wide.name.lower()}"
+        number = constant(self.graph, name, np.array(norm.eps, wide.numpy()))
+        u = cast(x, wide) if half else x
+        if norm.operator == LAYER:
             u = op("Sub", u, mean(u))
         variance = mean(op("Mul", u, u))
         root = op("Sqrt", op("Add", variance, number))
         u = op("Div", u, root)
-        u = op("Cast", u, to=x.dtype.value) if half else u
-        u = op("Mul", u, scale)
-        u = op("Add", u, beta) if beta is not None else u
+        u = cast(u, x.dtype) if half else u
+        u = op("Mul", u, norm.gain)
+        u = op("Add", u, norm.bias) if norm.bias is not None else u
         self.graph.insert_before(node, nodes)
-        take_place(y, u)
+        take_place(node.outputs[0], u)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-LAYER, RMS, STANDARD_RMS = "LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"
-SKIP = {LAYER: "SkipLayerNormalization", RMS: "SkipSimplifiedLayerNormalization"}
+from ..backends.onnx.norms import LAYER, RMS, SKIP
+
 DECOMPOSED = "decomposed"
 
 MEASURED = "measured on one CPU core with ORT 1.31: python examples/measure_forms.py"

@@ -90,10 +90,9 @@ def export(
     if dtype != "fp32":
         notes += lower_precision(model, dtype)
     say(f"choosing norm forms for {target}")
-    chosen, left_out = fuse_norm_add_norm(model) if fuse == "custom" else ([], [])
+    rows, left_out = fuse_norm_add_norm(model) if fuse == "custom" else ([], [])
     notes += left_out
-    chosen += lower(model, TARGETS[target], version("onnxruntime"))
-    rows = [Form(row.site, row.form, row.why) for row in chosen]
+    rows += lower(model, TARGETS[target], version("onnxruntime"))
     if operators := ", ".join(sorted(function.name for function in model.functions.values())):
         stamp(model, operators=operators)
         notes.append(NEEDED if find() is None else f"it is proved with the kernels of {operators} that are built here")

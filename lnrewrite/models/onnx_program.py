@@ -23,6 +23,7 @@ from ..backends.onnx.editor import OnnxEditor
 from ..backends.onnx.file import ONE_FILE, bytes_of, check_finite, read, stamp
 from ..backends.onnx.inputs import drawn, dynamic_axes, example_inputs, id_limits, resized
 from ..backends.onnx.lift import lift
+from ..backends.onnx.norms import RMS
 from ..backends.onnx.session import OnnxModule, load, runnable
 from ..backends.outputs import Outputs, apart
 from ..backends.surgery import Surgery
@@ -74,7 +75,7 @@ class OnnxProgram(Seen):
         model = read(path, name)
         check_finite(model, name)
         LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
-        plain = any(n.op_type == "SimplifiedLayerNormalization" for n in model.graph)
+        plain = any(n.op_type == RMS for n in model.graph)
         style = "cuda" if split(model) else "as it is" if plain else "generic"
         return cls(model, style=style, given=_named(model, inputs, seed), file=(path, name))
 

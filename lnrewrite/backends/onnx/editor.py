@@ -6,17 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ...detect.graph import OpGraph
-from ...ir import Kind, Norm
+from ...ir import Norm
 from ..surgery import Edge
 from ..values import Change, Floats, changed, pieces
-from .norms import OPERATORS, attributes, constant, ones
+from .norms import Attributes, cast, constant, resemble, write_norm
 
 BIASED = {"Gemm", "Conv", "ConvTranspose"}
 """Linear maps that take a bias as their third input."""
@@ -54,7 +53,7 @@ class OnnxEditor:
         """Make one reader read `new`, cast where that has another dtype; a graph output keeps its name."""
         (node, index), old = edge.slot, edge.operand
         if old.dtype is not None and new.dtype != old.dtype:
-            new = self.cast(new, old.dtype)
+            new = cast(self.node, new, old.dtype)
             if (made := new.producer()) is not None:
                 self.known[made] = edge.consumers
         if node is not None:
@@ -75,11 +74,7 @@ class OnnxEditor:
             turned = self.turned(x, norm.axis, f"{name}.last")
             result = self.norm(name, turned, replace(norm, axis=-1, over=None), at)
             return self.turned(result, norm.axis, f"{name}.back")
-        scale = self.vector(norm.gamma, x, norm.plus_one) if norm.gamma else ones(self.graph, x)
-        bias = [self.vector(norm.beta, x)] if norm.beta else []
-        inside = bias if norm.kind is Kind.LAYER else []
-        result = self.node(OPERATORS[norm.kind], [x, scale, *inside], x, name, attributes(norm.eps))
-        return result if inside == bias else self.node("Add", [result, *bias], x, f"{name}.bias.add")
+        return write_norm(self.graph, self.node, norm, x, self.vector, name)
 
     def affine(self, x: ir.Value, scale: str | None, shift: str | None) -> ir.Value:
         """Return a new scale * x + shift, either of which may be left out."""
@@ -216,34 +211,24 @@ class OnnxEditor:
         self.taken.add(found)
         return found
 
-    def vector(self, name: str, x: ir.Value, plus_one: bool = False) -> ir.Value:
-        """Return a constant vector [width] in the dtype of `x`, computed in the graph where it has another form."""
-        value = self.graph.initializers[name] if self.has(name) else self.values[name]
-        assert x.dtype is not None and value.dtype is not None
-        if plus_one:
-            one = constant(self.graph, f"lnrewrite.one.{value.dtype.name.lower()}", np.ones((), value.dtype.numpy()))
-            value = self.node("Add", [value, one], value, f"{name}.plus_one")
-        if value.shape is not None and len(value.shape) != 1:
-            flat = constant(self.graph, "lnrewrite.flat", np.array([-1], np.int64))
-            value = self.node("Reshape", [value, flat], value, f"{name}.flat")
-            value.shape = None if x.shape is None else ir.Shape(x.shape[-1:])
-        return value if value.dtype == x.dtype else self.cast(value, x.dtype)
-
-    def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        result = self.node("Cast", [value], value, f"{value.name}.{dtype.name.lower()}", {"to": dtype})
-        result.dtype = dtype
-        return result
+    def vector(self, name: str) -> ir.Value:
+        """Return the value of a gain or bias: an initializer's, or one that the graph computes."""
+        return self.graph.initializers[name] if self.has(name) else self.values[name]
 
     def node(
-        self, operator: str, inputs: Sequence[ir.Value], like: ir.Value, name: str, attributes: Any = None
+        self,
+        operator: str,
+        inputs: Sequence[ir.Value],
+        like: ir.Value,
+        name: str,
+        held: Attributes | None = None,
     ) -> ir.Value:
         """Add a node and return its output, of the type and shape of `like`."""
         name = self.unique(name)
-        node = ir.node(operator, inputs, attributes, name=name, metadata_props={"lnrewrite": self.label})
+        node = ir.node(operator, inputs, held, name=name, metadata_props={"lnrewrite": self.label})
         output = node.outputs[0]
         output.name = name
-        output.type = None if like.dtype is None else ir.TensorType(like.dtype)
-        output.shape = None if like.shape is None else like.shape.copy()
+        resemble(output, like)
         self.graph.append(node)
         return output
 

@@ -21,7 +21,7 @@ from ..torch.capture import export_again, quiet
 from ..torch.fixed import ASSERT
 from ..torch.lift import lift, parameter_names
 from ..torch.module import CapturedModule, register, stored, trees
-from .norms import ONES, OPERATORS, SITE
+from .norms import ONES, OPERATORS, SITE, attributes
 from .shapes import infer_shapes
 
 OPSET, OPSETS = 18, range(18, 26)
@@ -89,9 +89,8 @@ def norm_operator(
 ) -> torch.Tensor:
     """Represent a norm operator of ONNX in a graph that is traced: it has a shape and no values."""
     inputs = (x, scale) if bias is None else (x, scale, bias)
-    attributes: dict[str, Any] = {"axis": -1, "epsilon": eps, "stash_type": 1}
-    props = {SITE: site}
-    made = torch.onnx.ops.symbolic(operator, inputs, attributes, dtype=x.dtype, shape=x.shape, metadata_props=props)
+    held: dict[str, Any] = {**attributes(eps)}
+    made = torch.onnx.ops.symbolic(operator, inputs, held, dtype=x.dtype, shape=x.shape, metadata_props={SITE: site})
     return made.to(x.device)
 
 

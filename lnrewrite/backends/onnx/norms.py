@@ -1,28 +1,176 @@
-"""The one operator that each norm is in ONNX: what raising, translation and edits write, and targets choose a form of.
+"""A norm as one operator of ONNX, read and built in this file alone.
 
     LayerNormalization(x, scale[, bias])      SimplifiedLayerNormalization(x, scale), which is RMSNorm
 
-Both stand in the default domain, run over the last axis with float32 statistics, and have one dtype throughout. ONNX
-Runtime runs them at every opset.
+are what raising, translation and edits write, and what targets choose a form of. Both stand in the default domain, run
+over the last axis with float32 statistics, and have one dtype throughout. ONNX Runtime runs them at every opset. Its
+own operators take the add before the norm in as well:
+
+    y, _, _, sum = SkipLayerNormalization(x, skip, gamma, beta, bias)     sum = x + skip + bias, y = LN(sum)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
 import numpy as np
 import onnx_ir as ir
 
-from ...ir import Kind
+from ...ir import Kind, Norm
 
-OPERATORS = {Kind.LAYER: "LayerNormalization", Kind.RMS: "SimplifiedLayerNormalization"}
+CONTRIB = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
+LAYER, RMS, STANDARD_RMS = "LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"
+OPERATORS = {Kind.LAYER: LAYER, Kind.RMS: RMS}
+SKIP = {LAYER: "SkipLayerNormalization", RMS: "SkipSimplifiedLayerNormalization"}
+PLAIN = {skip: norm for norm, skip in SKIP.items()}
+"""What a Skip* operator is without its add."""
+EPSILON = {
+    **dict.fromkeys((LAYER, RMS, STANDARD_RMS), 1e-5), **dict.fromkeys(PLAIN, 1e-12),
+    **dict.fromkeys(("BatchNormalization", "InstanceNormalization", "GroupNormalization"), 1e-5),
+}  # fmt: skip
+"""The epsilon of a norm that gives none: its operator's default, as the schema has it."""
 SITE = "lnrewrite.site"
 """The key of a norm's site in its node's metadata."""
 ONES = "lnrewrite.ones"
 """How the names begin of the gains that the operators demand where the norm itself has none."""
 
+Attributes = Mapping[str, ir.Attr | int | float | Sequence[int]]
+
 
 def attributes(eps: float) -> dict[str, int | float]:
-    """Return the attributes of a norm's operator."""
+    """Return the attributes of LayerNormalization or SimplifiedLayerNormalization."""
     return {"axis": -1, "epsilon": eps, "stash_type": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class NormNode:
+    """Hold a norm that is one node: its operator, gain [width], bias [width] and eps.
+
+    With `skip`, it normalises x + skip + added, and `added` [width] may be None. `axes` is how many trailing axes it
+    runs over; 0 or less where the rank of `x` is not known.
+    """
+
+    operator: str
+    x: ir.Value
+    gain: ir.Value
+    bias: ir.Value | None
+    eps: float
+    axes: int = 1
+    skip: ir.Value | None = None
+    added: ir.Value | None = None
+
+    @classmethod
+    def read(cls, node: ir.Node) -> Self | None:
+        """Return what a node computes, None where it is no such norm or lacks an input."""
+        name, inputs = node.op_type, (*node.inputs, None, None, None, None, None)
+        x, eps = inputs[0], epsilon(node)
+        if node.domain == CONTRIB and name in PLAIN:
+            _, skip, gain, bias, added = inputs[:5]
+            bias, added = (bias, added) if PLAIN[name] == LAYER else (None, bias)
+            return None if x is None or skip is None or gain is None else cls(name, x, gain, bias, eps, 1, skip, added)
+        gain = inputs[1]
+        if node.domain not in ("", "ai.onnx") or name not in (*SKIP, STANDARD_RMS) or x is None or gain is None:
+            return None
+        axis, rank = node.attributes.get_int("axis", -1), len(x.shape) if x.shape is not None else 0
+        return cls(name, x, gain, inputs[2] if name == LAYER else None, eps, -axis if axis < 0 else rank - axis)
+
+    @property
+    def semantic(self) -> bool:
+        """Return whether the operator is one of the two that every norm is written as."""
+        return self.operator in SKIP
+
+    @property
+    def plain(self) -> bool:
+        """Return whether the norm has no gain: the operator's is of ones that were made for it."""
+        return (self.gain.name or "").startswith(ONES)
+
+    @property
+    def inputs(self) -> list[ir.Value | None]:
+        """Return the node's inputs; one that is left out before others is None."""
+        beta = [self.bias] if PLAIN.get(self.operator, self.operator) == LAYER else []
+        given = [self.x, self.gain, *beta] if self.skip is None else [self.x, self.skip, self.gain, *beta, self.added]
+        while given[-1] is None:
+            given.pop()
+        return given
+
+    @property
+    def attributes(self) -> Attributes:
+        """Return the node's attributes."""
+        return attributes(self.eps) if self.skip is None else {"epsilon": self.eps}
+
+    def build(self, outputs: int = 1) -> ir.Node:
+        """Return a new node that computes the norm; its first output has the type and the shape of `x`."""
+        domain = "" if self.skip is None else CONTRIB
+        node = ir.node(self.operator, self.inputs, self.attributes, domain=domain, num_outputs=outputs)
+        resemble(node.outputs[0], self.x)
+        return node
+
+
+def resemble(value: ir.Value, other: ir.Value) -> None:
+    """Give a value the shape and the type of another, as far as these are known."""
+    value.shape = None if other.shape is None else other.shape.copy()
+    if other.dtype is not None:
+        value.type = ir.TensorType(other.dtype)
+
+
+def epsilon(node: ir.Node) -> float:
+    """Return the eps of a norm's node."""
+    return node.attributes.get_float("epsilon", EPSILON[node.op_type]) if node.op_type in EPSILON else 0.0
+
+
+def site(node: ir.Node) -> str:
+    """Return the site that a norm's node is called by."""
+    return node.metadata_props.get(SITE, node.outputs[0].name or "")
+
+
+# ---- writing a norm and its vectors ----
+
+
+class Write(Protocol):
+    """Add a node of one output, which has the type and the shape of `like`, and return that; `name` is a proposal."""
+
+    def __call__(
+        self, operator: str, inputs: Sequence[ir.Value], like: ir.Value, name: str, held: Attributes | None = None
+    ) -> ir.Value: ...
+
+
+def write_norm(
+    graph: ir.Graph, write: Write, norm: Norm, x: ir.Value, held: Callable[[str], ir.Value], name: str
+) -> ir.Value:
+    """Write a norm of `x` over the last axis, of kind layer or rms, and return its value.
+
+    held: the value of a gain or bias by its name.
+    """
+    gain = _vector(graph, write, held(norm.gamma), x, norm.plus_one) if norm.gamma else ones(graph, x)
+    bias = _vector(graph, write, held(norm.beta), x) if norm.beta else None
+    inside = bias if norm.kind is Kind.LAYER else None
+    made = NormNode(OPERATORS[norm.kind], x, gain, inside, norm.eps)
+    result = write(made.operator, [v for v in made.inputs if v is not None], x, name, made.attributes)
+    return result if bias is inside or bias is None else write("Add", [result, bias], x, f"{name}.bias.add")
+
+
+def _vector(graph: ir.Graph, write: Write, value: ir.Value, x: ir.Value, plus_one: bool = False) -> ir.Value:
+    """Return a constant vector [width] in the dtype of `x`, computed in the graph where it has another form."""
+    name = value.name
+    assert x.dtype is not None and value.dtype is not None
+    if plus_one:
+        one = constant(graph, f"lnrewrite.one.{value.dtype.name.lower()}", np.ones((), value.dtype.numpy()))
+        value = write("Add", [value, one], value, f"{name}.plus_one")
+    if value.shape is not None and len(value.shape) != 1:
+        flat = constant(graph, "lnrewrite.flat", np.array([-1], np.int64))
+        value = write("Reshape", [value, flat], value, f"{name}.flat")
+        value.shape = None if x.shape is None else ir.Shape(x.shape[-1:])
+    return value if value.dtype == x.dtype else cast(write, value, x.dtype)
+
+
+def cast(write: Write, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Return a value in another dtype."""
+    result = write("Cast", [value], value, f"{value.name}.{dtype.name.lower()}", {"to": dtype})
+    result.dtype = dtype
+    return result
 
 
 def ones(graph: ir.Graph, x: ir.Value) -> ir.Value:

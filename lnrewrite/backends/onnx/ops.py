@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from .norms import ONES
+from .norms import CONTRIB, NormNode, epsilon
 
 Operands = Sequence[ir.Value | float | int | None]
 Normalised = tuple[str, Operands, dict[str, Any]]
 
 STANDARD = {"", "ai.onnx"}
-CONTRIB = "com.microsoft"
 SIZES = {"Shape", "Size", "NonZero"}
 """Operators whose outputs say how large a value is, or where it is not zero: they read no features."""
 ALIAS = {"Identity", "Dropout"}
@@ -60,6 +59,10 @@ class Call:
             return default
         return meant(np.float32(found.as_float())) if found.type == ir.AttributeType.FLOAT else found.value
 
+    def eps(self) -> float:
+        """Return a norm's eps, as it was meant."""
+        return meant(np.float32(epsilon(self.node)))
+
     def at(self, index: int) -> ir.Value | None:
         """Return an input, None where there is none."""
         return self.node.inputs[index] if index < len(self.node.inputs) else None
@@ -92,17 +95,13 @@ def _reduce(kind: str, **more: Any) -> Callable[[Call], Normalised]:
 
 def _layer_norm(kind: str) -> Callable[[Call], Normalised]:
     def rule(call: Call) -> Normalised:
-        axis = call.attr("axis", -1)
-        count = -axis if axis < 0 else call.rank() - axis
-        bias = call.at(2) if kind == "layer_norm" else None
-        return kind, (call.at(0), _gain(call), bias), {"axes": count, "eps": call.attr("epsilon", 1e-5)}
+        norm = NormNode.read(call.node)
+        if norm is None:
+            return f"{kind}!", call.inputs, {}
+        gain = None if norm.plain else norm.gain
+        return kind, (norm.x, gain, norm.bias), {"axes": norm.axes, "eps": call.eps()}
 
     return rule
-
-
-def _gain(call: Call) -> ir.Value | None:
-    scale = call.at(1)
-    return None if scale is not None and (scale.name or "").startswith(ONES) else scale
 
 
 def _statistics(kind: str) -> Callable[[Call], Normalised]:
@@ -110,7 +109,7 @@ def _statistics(kind: str) -> Callable[[Call], Normalised]:
         stored = (call.at(3), call.at(4)) if kind == "batch_norm" else ()
         if call.attr("training_mode", 0):
             return f"{kind}!", call.inputs, {}
-        return kind, (call.at(0), call.at(1), call.at(2), *stored), {"eps": call.attr("epsilon", 1e-5)}
+        return kind, (call.at(0), call.at(1), call.at(2), *stored), {"eps": call.eps()}
 
     return rule
 

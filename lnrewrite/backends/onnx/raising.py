@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from ...detect.graph import OpGraph
 from ...detect.match import NormMatch
 from ...ir import Kind
-from .norms import OPERATORS, SITE, attributes, constant, ones
+from .norms import OPERATORS, SITE, Attributes, cast, resemble, write_norm
 
 STANDARD = {
     Kind.BATCH: "BatchNormalization", Kind.INSTANCE: "InstanceNormalization", Kind.GROUP: "GroupNormalization",
@@ -40,7 +38,7 @@ def raise_norms(
         elif why := _beyond(found, graph):
             left[output] = why
         else:
-            _Raise(model.graph, graph, values).one(found, sites.get(output, output))
+            _Raise(model.graph, values).one(found, sites.get(output, output))
     return left
 
 
@@ -60,28 +58,19 @@ def _beyond(found: NormMatch, graph: OpGraph) -> str:
 class _Raise:
     """Hold what the replacement of one norm needs."""
 
-    def __init__(self, graph: ir.Graph, view: OpGraph, values: dict[str, ir.Value]) -> None:
-        self.graph, self.view, self.values = graph, view, values
+    def __init__(self, graph: ir.Graph, values: dict[str, ir.Value]) -> None:
+        self.graph, self.values = graph, values
+        self.made: list[ir.Node] = []
 
     def one(self, found: NormMatch, site: str) -> None:
         norm, old = found.norm, self.values[found.output]
         x, last = self.values[found.source], old.producer()
-        assert last is not None and x.dtype is not None
-        self.made: list[ir.Node] = []
-        scale = self.vector(norm.gamma, x, norm.plus_one) if norm.gamma else ones(self.graph, x)
-        inputs = [x, scale]
-        if norm.beta and norm.kind is Kind.LAYER:
-            inputs.append(self.vector(norm.beta, x, False))
-        node = self.node(OPERATORS[norm.kind], inputs, x, attributes(norm.eps))
-        node.metadata_props[SITE] = site
-        result = node.outputs[0]
-        if norm.beta and norm.kind is Kind.RMS:
-            result = self.node("Add", [result, self.vector(norm.beta, x, False)], x).outputs[0]
-        if old.dtype != x.dtype:
-            result = self.node("Cast", [result], x, {"to": old.dtype}).outputs[0]
+        assert last is not None
+        result = write_norm(self.graph, self.node, norm, x, self.values.__getitem__, found.output)
+        next(n for n in self.made if n.op_type == OPERATORS[norm.kind]).metadata_props[SITE] = site
+        if old.dtype is not None and old.dtype != x.dtype:
+            result = cast(self.node, result, old.dtype)
         result.shape = old.shape
-        if old.dtype is not None:
-            result.type = ir.TensorType(old.dtype)
         self.graph.insert_before(last, self.made)
         ir.convenience.replace_all_uses_with(old, result, replace_graph_outputs=True)
         name = old.name
@@ -89,26 +78,11 @@ class _Raise:
         result.name = name
         self.values[found.output] = result  # what another norm reads
 
-    def node(self, name: str, inputs: list[ir.Value], like: ir.Value, held: Any = None) -> ir.Node:
-        made = ir.node(name, inputs, held or {})
-        assert like.dtype is not None
-        made.outputs[0].type, made.outputs[0].shape = ir.TensorType(like.dtype), like.shape
+    def node(
+        self, operator: str, inputs: Sequence[ir.Value], like: ir.Value, name: str, held: Attributes | None = None
+    ) -> ir.Value:
+        """Make a node, which the graph names when it takes it in."""
+        made = ir.node(operator, inputs, held)
+        resemble(made.outputs[0], like)
         self.made.append(made)
-        return made
-
-    def vector(self, name: str, x: ir.Value, plus_one: bool) -> ir.Value:
-        """Return a constant vector [width] in the dtype of `x`, computed in the graph where it has another form."""
-        value = self.values[name]
-        if plus_one:
-            assert value.dtype is not None
-            one = constant(self.graph, f"{name}.one", np.ones(1, value.dtype.numpy()))
-            value = self.node("Add", [value, one], value).outputs[0]
-        if value.shape is not None and len(value.shape) != 1:
-            flat = constant(self.graph, "lnrewrite.flat", np.array([-1]))
-            value = self.node("Reshape", [value, flat], value).outputs[0]
-            value.shape = ir.Shape([self.view.width(name)])
-        if value.dtype != x.dtype:
-            value = self.node("Cast", [value], value, {"to": x.dtype}).outputs[0]
-            assert x.dtype is not None
-            value.type = ir.TensorType(x.dtype)
-        return value
+        return made.outputs[0]
