@@ -6,9 +6,9 @@ import contextlib
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 
 class Code(StrEnum):
@@ -118,8 +118,11 @@ class Exit(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Record that a pass addresses `site` and what blocks it: a code of the catalogue, why, and what to do."""
+class Diagnostic:
+    """Describe what happened: a code, where (a site of a model, a file, an option), why, and what to do.
+
+    Errors carry one and refusals are one. `remedy` is empty where nothing can be done.
+    """
 
     code: Code
     site: str
@@ -127,15 +130,25 @@ class Refusal:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.code} {self.site}: {self.why}; {self.remedy}"
+        return f"{self.code} {self.site}: {self.why}" + (f"; {self.remedy}" if self.remedy else "")
+
+    def at(self, site: str) -> Self:
+        """Return the same of another site."""
+        return replace(self, site=site)
 
     def to_dict(self) -> dict[str, str]:
         """Return the row as JSON reports show it."""
-        return {"code": self.code, "site": self.site, "why": self.why, "remedy": self.remedy}
+        return {"code": str(self.code), "site": self.site, "why": self.why, "remedy": self.remedy}
+
+
+class Refusal(Diagnostic):
+    """Record that a pass addresses a site, and what blocks it."""
+
+    __slots__ = ()
 
 
 class LnrewriteError(Exception):
-    """Report a foreseeable failure in one line: code, what was asked, why it cannot be, what to do.
+    """Report a foreseeable failure in one line: its diagnostic, whose site is what was asked for.
 
     `exit_code` is what the command line returns.
     """
@@ -143,8 +156,33 @@ class LnrewriteError(Exception):
     exit_code = Exit.FAILED
 
     def __init__(self, code: Code, what: str, why: str, remedy: str) -> None:
-        self.code, self.what, self.why, self.remedy = code, one_line(what), one_line(why), one_line(remedy)
-        super().__init__(f"{code} {self.what}: {self.why}; {self.remedy}")
+        self.diagnostic = Diagnostic(code, one_line(what), one_line(why), one_line(remedy))
+        super().__init__(str(self.diagnostic))
+
+    @staticmethod
+    def of(found: Diagnostic) -> LnrewriteError:
+        """Return the error that reports a diagnostic, such as a refusal which stops the whole command."""
+        return LnrewriteError(found.code, found.site, found.why, found.remedy)
+
+    @property
+    def code(self) -> Code:
+        """Return the code, a page of `lnrewrite explain`."""
+        return self.diagnostic.code
+
+    @property
+    def what(self) -> str:
+        """Return what was asked for, or where it fails."""
+        return self.diagnostic.site
+
+    @property
+    def why(self) -> str:
+        """Return the cause."""
+        return self.diagnostic.why
+
+    @property
+    def remedy(self) -> str:
+        """Return what to do; empty where nothing can be done."""
+        return self.diagnostic.remedy
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Come back whole from a worker process, whatever the class is made of."""
@@ -152,7 +190,8 @@ class LnrewriteError(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the `error` object of `--json`."""
-        return {"code": self.code, "what": self.what, "why": self.why, "remedy": self.remedy}
+        row = self.diagnostic.to_dict()
+        return {"code": row["code"], "what": row["site"], "why": row["why"], "remedy": row["remedy"]}
 
 
 class UsageError(LnrewriteError):
@@ -196,16 +235,15 @@ class Refused(LnrewriteError):
     """Report that a pipeline would leave sites undone; nothing was changed. `refusals` holds a row for each."""
 
     def __init__(self, refusals: Iterable[Refusal]) -> None:
-        rows = list(refusals)
-        self.refusals = [r.to_dict() for r in rows]
-        first = rows[0]
-        more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
-        super().__init__(
-            first.code,
-            first.site,
-            first.why + more,
-            f"{first.remedy}, or allow partial results (partial=True, --partial)",
-        )
+        first, *more = refusals
+        self.refusals = [row.to_dict() for row in (first, *more)]
+        why = first.why + (f" (and {len(more)} more)" if more else "")
+        remedies = filter(None, (first.remedy, "allow partial results (partial=True, --partial)"))
+        super().__init__(first.code, first.site, why, ", or ".join(remedies))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the `error` object of `--json`, with `refusals`."""
+        return {**super().to_dict(), "refusals": self.refusals}
 
 
 def one_line(text: str) -> str:

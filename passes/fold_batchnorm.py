@@ -83,7 +83,7 @@ class FoldBatchnorm:
                 continue
             ways = list(_ways(site, block, stream, _affine(site, context, vectors)))
             if isinstance(ways[0], Refusal):
-                refusals.append(Refusal(ways[0].code, name, ways[0].why, ways[0].remedy))
+                refusals.append(ways[0].at(name))
             else:
                 gone = SetNorm(site.where, None, index=block.index(site) if block else 0)
                 operations = () if site in folded else ways[0]  # parallel blocks may hold one norm

@@ -113,7 +113,7 @@ class RescaleStream:
         try:
             edits = scaled.edits() if by != 1 or scaled.inner else ()
         except Closed as closed:
-            return proposal(stream, (), closed.why, refusals=(closed.refusal(stream.name),))
+            return proposal(stream, (), closed.found.why, refusals=(closed.refusal(stream.name),))
         edits = (*edits, *fit.arms())
         return proposal(stream, edits, "nothing to scale", refusals=tuple(fit.left()), vectors=scaled.vectors)
 

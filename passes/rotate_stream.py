@@ -89,7 +89,7 @@ class RotateStream:
         try:
             edits = _Rotated(stream, Rotation(self.kind, self._size(stream.width), self.seed)).edits()
         except Closed as closed:
-            return proposal(stream, (), closed.why, refusals=(closed.refusal(stream.name),))
+            return proposal(stream, (), closed.found.why, refusals=(closed.refusal(stream.name),))
         return proposal(stream, edits, "a norm without gain does not see a rotation")
 
     def _size(self, width: int) -> int:

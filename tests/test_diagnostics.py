@@ -6,16 +6,16 @@ import pickle
 
 import pytest
 
-from lnrewrite.errors import LnrewriteError, Refusal, Refused, UsageError
+from lnrewrite.errors import Code, LnrewriteError, Refusal, Refused, UsageError
 from lnrewrite.healing.training import Stopped
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        LnrewriteError("LN403", "model.onnx", "its outputs are off", "export it in float32"),
-        UsageError("LN003", "lr=-1", "a rate is positive", "give one"),
-        Refused([Refusal("LN310", "blocks.0", "shared", "untie it"), Refusal("LN311", "blocks.1", "gated", "skip it")]),
+        LnrewriteError(Code.LN403, "model.onnx", "its outputs are off", "export it in float32"),
+        UsageError(Code.LN003, "lr=-1", "a rate is positive", "give one"),
+        Refused([Refusal(Code.LN310, "blocks.0", "shared", "untie it"), Refusal(Code.LN312, "blocks.1", "gated", "")]),
         Stopped("global", 7),
     ],
     ids=lambda error: type(error).__name__,

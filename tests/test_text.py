@@ -143,8 +143,3 @@ NORM = "    in     rms(eps=1e-05) -> @w:0\n"
 def test_errors_name_their_line(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(text)
-
-
-def test_only_refusal_rows_can_be_written() -> None:
-    with pytest.raises(TypeError, match="got str"):
-        render(Network(refusals=("LN101",)))

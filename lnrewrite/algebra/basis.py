@@ -44,11 +44,11 @@ class Closed(Exception):
 
     def __init__(self, code: Code, why: str, remedy: str) -> None:
         super().__init__(why)
-        self.code, self.why, self.remedy = code, why, remedy
+        self.found = Refusal(code, "", why, remedy)
 
     def refusal(self, site: str) -> Refusal:
         """Return it as a refusal of a site."""
-        return Refusal(self.code, site, self.why, self.remedy)
+        return self.found.at(site)
 
 
 @dataclass
@@ -196,7 +196,7 @@ class Basis:
         if isinstance(instead, Closed):
             said = f"{block.name} is {behind or 'written by nothing that is seen'}"
             said = f"a writer of {block.name} is shared" if writers else said
-            instead = Closed(instead.code, f"{said}, {instead.why}", instead.remedy)
+            instead = Closed(instead.found.code, f"{said}, {instead.found.why}", instead.found.remedy)
         self.choices.append(Choice(block.name, self.multiplied(writers), instead))
         if not writers:
             self.choices[-1].decline()

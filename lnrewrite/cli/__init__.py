@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._version import __version__
-from ..errors import Code, Exit, LnrewriteError, UsageError, unknown
+from ..errors import Code, Exit, LnrewriteError, Refusal, UsageError, unknown
 from .console import Group, remark, show, working
 from .heal import heal
 from .options import ACCEPT, OUT, SEED, check_data, check_paths, feed_of, opened, options, target_of, tell_name
@@ -46,14 +46,9 @@ def inspect(model: str, as_json: bool, quiet: bool, verbose: bool, **how: Any) -
         say("looking for residual streams")
         found = program.inspect()
     if not any(stream["blocks"] for stream in found["streams"]):
-        nothing = {
-            "code": Code.LN201,
-            "site": "model",
-            "why": "no residual block was found",
-            "remedy": "see explain LN201",
-        }
-        row = next(iter(found["refusals"]), nothing)
-        raise LnrewriteError(Code(row["code"]), f"{model}: {row['site']}", row["why"], row["remedy"])
+        nothing = Refusal(Code.LN201, "model", "no residual block was found", "see `lnrewrite explain LN201`")
+        first = next(iter(program.certified.refusals), nothing)
+        raise LnrewriteError.of(first.at(f"{model}: {first.site}"))
     show(json.dumps(found) if as_json else found["placement"] if quiet else placement_map(found, verbose))
 
 
@@ -311,7 +306,7 @@ def _rewrite(
         report = replace(result.report, output=None if target is None else str(target))
         if preset and report.refusals and not report.edits:
             first = report.refusals[0]
-            raise LnrewriteError(first.code, first.site, first.why, first.remedy)
+            raise LnrewriteError.of(first)
         if target:
             say(f"writing {target}")
             result.program.save(target, force=force)

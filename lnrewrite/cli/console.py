@@ -17,7 +17,6 @@ from ..errors import (
     Code,
     Exit,
     LnrewriteError,
-    Refused,
     Untrusted,
     UsageError,
     did_you_mean,
@@ -63,12 +62,9 @@ class Group(click.Group):
         try:
             code = super().main(words or ["--help"], prog_name or self.name, **{**extra, "standalone_mode": False})
         except click.ClickException as error:
-            code = _fail(asked, *_told(error))
+            code = _fail(asked, _told(error))
         except LnrewriteError as error:
-            row: dict[str, Any] = error.to_dict()
-            if isinstance(error, Refused):
-                row["refusals"] = error.refusals
-            code = _fail(asked, row, str(error), error.exit_code)
+            code = _fail(asked, error)
             if isinstance(error, Untrusted) and _is_verbose(asked) and "--json" not in asked:
                 click.echo("\n".join(f"  {name}" for name in error.runs), err=True)
         except BrokenPipeError:  # `lnrewrite passes | head -1`: nobody reads on
@@ -77,10 +73,8 @@ class Group(click.Group):
         except Exception as error:
             if _is_verbose(asked):
                 traceback.print_exc()
-            why = one_line(told(error))
             remedy = "this is a fault of lnrewrite; please report it with what -v prints"
-            row = {"code": Code.LN301, "what": words[0] if words else "lnrewrite", "why": why, "remedy": remedy}
-            code = _fail(asked, row, f"{Code.LN301} {row['what']}: {why}; {remedy}", Exit.FAILED)
+            code = _fail(asked, LnrewriteError(Code.LN301, words[0] if words else "lnrewrite", told(error), remedy))
         return code if isinstance(code, int) else Exit.DONE
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -106,7 +100,7 @@ def _is_verbose(asked: list[str]) -> bool:
     return bool({"-v", "--verbose"} & set(asked))
 
 
-def _told(error: click.ClickException) -> tuple[dict[str, str], str, int]:
+def _told(error: click.ClickException) -> UsageError:
     """Give click's error the shape of ours, with the nearest option for one that does not exist."""
     where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "lnrewrite"
     what, remedy = error.format_message().rstrip("."), f"see {where} --help"
@@ -115,8 +109,7 @@ def _told(error: click.ClickException) -> tuple[dict[str, str], str, int]:
         near = did_you_mean(error.option_name, known)
         remedy = near if near.startswith("did") else remedy
         what = f"there is no option {error.option_name}"
-    told = UsageError(Code.LN003, where, what, remedy)
-    return told.to_dict(), str(told), told.exit_code
+    return UsageError(Code.LN003, where, what, remedy)
 
 
 def _left(error: BaseException) -> LnrewriteError:
@@ -125,13 +118,13 @@ def _left(error: BaseException) -> LnrewriteError:
     return LnrewriteError(Code.LN019, "the command", why, "take that, or the call to exit, out of that code")
 
 
-def _fail(asked: list[str], row: dict[str, Any], line: str, code: int) -> int:
+def _fail(asked: list[str], error: LnrewriteError) -> int:
     """Print a failure where whoever asked looks for it."""
     if "--json" in asked:
-        click.echo(json.dumps({"error": row}))
+        click.echo(json.dumps({"error": error.to_dict()}))
     else:
-        click.echo(f"error: {line}", err=True)
-    return code
+        click.echo(f"error: {error}", err=True)
+    return error.exit_code
 
 
 def show(text: str) -> None:

@@ -22,7 +22,7 @@ from ..backends.onnx.session import runnable
 from ..comparison.verifying import HALF, proof
 from ..detect.detection import detect
 from ..detect.naming import norm_names
-from ..errors import Code, LnrewriteError, Refusal, UsageError, unknown
+from ..errors import Code, LnrewriteError, UsageError, unknown
 from ..files.landing import failing, land, room
 from ..files.output import check_output
 from ..ir import Exactness, Kind, Network
@@ -122,7 +122,7 @@ def raised(model: ir.Model, source: Network) -> list[Form]:
     graph = lift(model)
     found = detect(graph)
     norms, names, network = found.norms, found.names, found.network
-    odd = [row for row in network.refusals if isinstance(row, Refusal) and row.code == Code.LN205]
+    odd = [row for row in network.refusals if row.code == Code.LN205]
     left = raise_norms(model, graph, norms, names)
     RemoveUnusedNodesPass()(model)
     rows = []

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from ..errors import Refusal
 from .parts import Anchor, Arm, Barrier, Linear, Placement, Scale, Side, Site, Where
 
 
@@ -150,7 +151,7 @@ class Network:
 
     streams: tuple[Stream, ...] = ()
     elsewhere: tuple[Site, ...] = ()
-    refusals: tuple[object, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
     computed: tuple[str, ...] = field(default=(), compare=False)
 
     @property

@@ -49,7 +49,7 @@ def parse(text: str) -> Network:
     lines = deque(_lines(text))
     streams: list[Stream] = []
     elsewhere: list[Site] = []
-    refusals: list[object] = []
+    refusals: list[Refusal] = []
     while lines:
         match lines[0].keyword:
             case "stream":

@@ -121,7 +121,5 @@ def implied_readers(sites: Iterable[Site]) -> tuple[Linear, ...]:
     return next((s.readers for s in sites if s.where is Where.IN), ())
 
 
-def _refusal(row: object) -> str:
-    if not isinstance(row, Refusal):
-        raise TypeError(f"a network's refusals are Refusal rows, got {type(row).__name__}")
+def _refusal(row: Refusal) -> str:
     return f"refused {_name(row.code)} {_name(row.site)} {json.dumps(row.why)} {json.dumps(row.remedy)}\n"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from html import escape
 from typing import Any
 
-from ..errors import Refusal
 from .network import Block, Network, Stream
 from .parts import Norm, Site
 from .schemes import scheme
@@ -83,7 +82,7 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
             "kinds": dict(sorted(Counter(str(n.kind) for n in _norms(every)).items())),
             **({"modulated": modulated} if modulated else {}),
         },
-        "refusals": [r.to_dict() for r in network.refusals if isinstance(r, Refusal)],
+        "refusals": [r.to_dict() for r in network.refusals],
         "notes": list(notes),
     }
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import ClassVar, Generic
 
 from .. import errors
-from ..errors import Code, LnrewriteError, Refusal
+from ..errors import Code, LnrewriteError
 from ..ir import Exactness, Network
 from .feed import Feed
 from .presets import PRESETS
@@ -182,7 +182,7 @@ def _unproved(done: Sequence[Done]) -> tuple[str, ...]:
 
 def _doubted(done: Sequence[Done]) -> tuple[str, ...]:
     """Return what of the picture did not hold where it was tried, so that a pass took it for a barrier."""
-    found = (str(r) for d in done for r in d.network.refusals if isinstance(r, Refusal) and r.code == Code.LN208)
+    found = (str(r) for d in done for r in d.network.refusals if r.code == Code.LN208)
     return tuple(dict.fromkeys(found))
 
 

@@ -76,9 +76,9 @@ class Form:
         return {"site": self.site, "form": self.form, "why": self.why}
 
 
-def unknown_norms(refusals: Iterable[object]) -> tuple[str, ...]:
+def unknown_norms(refusals: Iterable[Refusal]) -> tuple[str, ...]:
     """Return what works as a norm in a model and is none that is known, for norms may now stand beside it."""
-    rows = [r for r in refusals if isinstance(r, Refusal) and r.code == Code.LN205]
+    rows = [r for r in refusals if r.code == Code.LN205]
     if not rows:
         return ()
     named = "; ".join([f"{r.site}: {r.why}" for r in rows[:3]] + ["and so on"] * (len(rows) > 3))

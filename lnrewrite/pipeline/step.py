@@ -102,7 +102,7 @@ def _unseen(item: Pass, network: Network) -> tuple[Refusal, ...]:
     """Return detection's own refusals where it found no block and the pass cannot do without one."""
     if network.blocks or not getattr(item, "needs_blocks", False):
         return ()
-    return tuple(r for r in network.refusals if isinstance(r, Refusal))
+    return network.refusals
 
 
 def _check(text: str, stream: Stream, proposal: Proposal) -> None:
