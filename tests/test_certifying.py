@@ -63,7 +63,7 @@ def test_what_is_said_wrongly_becomes_a_barrier_there_alone(
     program = zoo.program(placement)
     wrong = swapped(program.network, index, change)
     assert wrong != program.network or "few" in name
-    monkeypatch.setitem(vars(program), "network", wrong)
+    monkeypatch.setitem(vars(program), "detection", replace(program.detection, network=wrong))
     found = certify(program)
     assert found is not None
     blocks = zip(found.streams[0].blocks, wrong.streams[0].blocks, strict=True)
@@ -85,7 +85,8 @@ def test_an_onnx_model_is_tried_too(name: str, monkeypatch: pytest.MonkeyPatch) 
     placement, change = FALSE[name]
     program = OnnxProgram(zoo.program(placement).to_onnx())
     assert program.certified is program.network
-    monkeypatch.setitem(vars(program), "network", swapped(program.network, 0, change))
+    wrong = swapped(program.network, 0, change)
+    monkeypatch.setitem(vars(program), "detection", replace(program.detection, network=wrong))
     found = certify(program)
     assert found is not None and CONTRADICTED in str(found.streams[0].blocks[0].barriers)
     assert CONTRADICTED not in str(found.streams[0].blocks[1:])
@@ -94,7 +95,7 @@ def test_an_onnx_model_is_tried_too(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_a_conversion_takes_it_for_a_barrier_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     program = zoo.program("pre")
     wrong = swapped(program.network, 0, at(Where.IN, lambda s: replace(s, readers=s.readers[1:])))
-    monkeypatch.setitem(vars(program), "network", wrong)
+    monkeypatch.setitem(vars(program), "detection", replace(program.detection, network=wrong))
     monkeypatch.delitem(vars(program), "certified", raising=False)
     report = lnr.Pipeline.parse("place{to=none}").run(program).report
     assert any(note.startswith("LN208 layers.0.branch.in: what reads it") for note in report.notes)
