@@ -71,7 +71,7 @@ def added_to(graph: OpGraph, join: Join, axis: int) -> Added:
     return Added(tuple(linears), frozenset(path), tuple(barriers))
 
 
-def counted(graph: OpGraph, linear: Linear, path: Container[str]) -> Linear:
+def counted_behind(graph: OpGraph, linear: Linear, path: Container[str]) -> Linear:
     """Count the places that a linear's values reach behind `path`: a table may be added to several sums."""
     named = {n for n in (linear.param, linear.bias) if n}
     nodes = [n for n in graph.parameters if graph[n].attrs["param"] in named]

@@ -1,4 +1,8 @@
-"""Detect: what is seen in a graph, computed once and handed on whole."""
+"""Detect: recognize norms, find residual sums, chain them into streams, and say where each block's norms sit.
+
+Inside a branch, a norm of the trunk value is an `in` norm and a norm that the branch ends in is an `out` norm; a norm
+between two sums is a trunk norm (`post`). What was found is computed once and handed on whole.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..ir import Network
-from .blocks import Detector
+from .chains import chains
+from .edges import computed
 from .graph import OpGraph
+from .joins import find_joins, nearest_miss
+from .lookalikes import placed
 from .match import NormMatch
-from .naming import norm_names
-from .norms import find_norms
+from .naming import name_blocks, norm_names
+from .normed import NormedGraph
+from .norms import find_norms, stacked
+from .sites import Sites
+from .streams import stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,4 +40,12 @@ class Detection:
 def detect(graph: OpGraph) -> Detection:
     """Return what is found in a graph: streams, norms on no stream, and what is not understood."""
     norms, unknown = find_norms(graph)
-    return Detection(Detector(graph, norms, unknown).network(), norms)
+    view = NormedGraph(graph, stacked(graph, norms))
+    joins, refusals = find_joins(graph, view.norms)
+    sites = Sites(view, [] if refusals else joins)
+    streams = name_blocks(tuple(stream(sites, chain, i) for i, chain in enumerate(chains(view, sites.joins))))
+    if not streams and not refusals:
+        refusals = [nearest_miss(graph)]
+    elsewhere = sites.elsewhere()
+    odd = (placed(graph, row, streams) for row in unknown)
+    return Detection(Network(streams, elsewhere, (*odd, *refusals), tuple(dict.fromkeys(computed(graph)))), norms)

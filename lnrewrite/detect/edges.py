@@ -149,6 +149,11 @@ def _linear(graph: OpGraph, op: Op, weight: Operand, axis: int, exact: bool, wri
     return Linear(param, place, named, exact=exact, node=op.name)
 
 
+def counted(graph: OpGraph, linear: Linear) -> Linear:
+    """Return a linear map with the number of places in the graph that use its parameter (or bias)."""
+    return replace(linear, uses=max(graph.uses[n] for n in (linear.param, linear.bias) if n))
+
+
 def _flat(graph: OpGraph, name: Operand) -> bool:
     """Return whether a weight is one matrix, behind which there is a place for a bias."""
     return isinstance(name, str) and len(graph[name].shape or ()) < 3

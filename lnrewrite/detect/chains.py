@@ -1,0 +1,161 @@
+"""Chain residual sums into streams: where each sum's root comes from, its channel axis, and the norm behind it.
+
+A sum's root is walked back through norms, constant scales and shape ops to the sum before it: so sums chain into
+streams, and a norm met on the way is a trunk norm (post-LN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ..ir import Scale
+from . import scales as scales_
+from .branches import Branch, branches_of
+from .edges import writers
+from .graph import CASTS, SHAPE
+from .joins import Join, scaled
+from .match import NormMatch
+from .normed import NormedGraph
+
+ACTIVATIONS = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu", "relu6"})
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Describe where a sum's root comes from: the sum before it (None: a source), through which norm and factors.
+
+    `through` names another op on the way that a linear map of the channels does not pass.
+    """
+
+    before: str | None
+    norm: str | None
+    start: str
+    scales: tuple[Scale, ...] = ()
+    through: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """Hold one residual sum of a stream: its branches, the link to the sum before, the channel axis, its trunk norm."""
+
+    join: Join
+    link: Link
+    branches: tuple[Branch, ...]
+    axis: int = -1
+    post: NormMatch | None = None
+
+
+def chains(view: NormedGraph, joins: Sequence[Join]) -> list[list[Sum]]:
+    """Group sums into streams, in execution order."""
+    totals = {j.total for j in joins}
+    ends: dict[str, list[Sum]] = {}
+    found: list[list[Sum]] = []
+    for join in joins:
+        link = _link(view, join.root, totals)
+        chain = ends.pop(link.before, None) if link.before else None
+        if chain is None:
+            chain = []
+            found.append(chain)
+        chain.append(Sum(join, link, branches_of(view, join)))
+        ends[join.total] = chain
+    return [_settled(view, chain) for chain in found]
+
+
+def _settled(view: NormedGraph, chain: Sequence[Sum]) -> list[Sum]:
+    """Return the sums of one stream with their axes and trunk norms."""
+    posts = _post_norms(view, chain)
+    axes = _usual(_axis(view, one) for one in chain)
+    return [replace(one, axis=axis, post=post) for one, axis, post in zip(chain, axes, posts, strict=True)]
+
+
+def _link(view: NormedGraph, root: str, totals: Container[str]) -> Link:
+    """Walk a root back to the sum, or the source, that it comes from."""
+    graph, axis = view.graph, -1
+    norm, name, start, through = None, root, root, ""
+    scales: list[Scale] = []
+    while name not in totals:
+        op = graph[name]
+        if name in view.norms and norm is None:
+            norm, name = name, view.norms[name].source
+            continue
+        start = name if norm is None else start
+        if (step := scales_.factor(graph, op, axis, "trunk")) is not None:
+            through = through or (f"{op.kind} before its norm" if norm else "")
+            scales.insert(0, step[1])
+            name = step[0]
+        elif op.kind in SHAPE | CASTS | {"dropout"} | ACTIVATIONS and op.data:
+            through = through or (op.kind if op.kind in ACTIVATIONS else "")
+            name = op.data[0]
+        elif (shifted := scaled(graph, name)) is not None:
+            name, through = shifted, through or op.kind
+        else:
+            return Link(None, norm if norm and graph[root].name == norm else None, start, tuple(scales), through)
+    return Link(name, norm, start, tuple(scales), through)
+
+
+def _post_norms(view: NormedGraph, chain: Sequence[Sum]) -> list[NormMatch | None]:
+    """Return each sum's trunk norm. The last one has no next skip to tell: the sibling most like it decides."""
+    found = [view.norms[one.link.norm] if one.link.norm else None for one in chain[1:]]
+    last = view.after(chain[-1].join.total)
+    if last is None:
+        return [*found, None]
+    if found:
+        kinds = [one.branches[0].kind for one in chain]
+        post = found[_sibling(kinds, [f is not None for f in found])] is not None
+    else:
+        branch = chain[-1].branches[0]
+        at_ends = bool(branch.entries) or branch.exit is not None
+        post = not at_ends and not branch.holds_norm and len(view.graph.users[chain[-1].join.total]) == 1
+    return [*found, last if post else None]
+
+
+def _sibling(kinds: list[str], posts: list[bool]) -> int:
+    """Return which sum is most like the last: of its kind, with the longest like history, and then the nearest.
+
+    `posts` says of every sum but the last whether a trunk norm follows it.
+    """
+    last, before = len(kinds) - 1, list(zip(kinds, posts, strict=False))
+
+    def likeness(i: int) -> tuple[bool, int, int]:
+        history = 0
+        while history < i and before[i - 1 - history] == before[last - 1 - history]:
+            history += 1
+        return kinds[i] == kinds[last], history, i
+
+    return max(range(last), key=likeness)
+
+
+def _usual(axes: Iterable[int | None]) -> list[int]:
+    """Return which axis of each sum is the channels; one that shows nothing has the axis of its neighbor."""
+    seen = list(axes)
+    usual = next((axis for axis in seen if axis is not None), -1)
+    return [usual := usual if axis is None else axis for axis in seen]
+
+
+def _axis(view: NormedGraph, one: Sum) -> int | None:
+    """Return which axis of a sum is the channels: the one that norms, or else writers, work on."""
+    graph, join = view.graph, one.join
+    entries = [norm for branch in one.branches for norm in branch.entries]
+    for norm in entries:
+        if (axis := view.followed(norm.source, norm.axis, join.root)) is not None:
+            return axis
+    for norm in ([view.norms[one.link.norm]] if one.link.norm else []) + entries:
+        there, here = graph[norm.source].shape or (), graph[join.total].shape or ()
+        if len(there) == len(here) and there[norm.axis] == here[norm.axis]:
+            return norm.axis
+    for axis in dict.fromkeys((-1, 1 - len(graph[join.total].shape or ()))):
+        if any(_writes(view, branch, axis) for branch in one.branches):
+            return axis
+    after = view.after(join.total)
+    return view.followed(after.source, after.axis, join.total) if after else None
+
+
+def _writes(view: NormedGraph, branch: Branch, axis: int) -> bool:
+    """Return whether linear maps produce this axis of a branch's end."""
+    end = branch.exit.source if branch.exit else branch.end
+    before = view.followed(branch.end, axis, end) if branch.exit else axis
+    if before is None:
+        return False
+    last = scales_.back(view.graph, end, before, "", view.norms)
+    return bool(writers(view.graph, last.value, last.axis, branch.region).linears)

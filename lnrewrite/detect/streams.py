@@ -1,0 +1,101 @@
+"""Describe a chain of residual sums as a stream: its blocks, its norms at both ends, and what else sees its states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..ir import Barrier, Block, Side, Stream, Where
+from .beside import added_to, counted_behind, told_apart
+from .blocks import block
+from .chains import Sum
+from .edges import Edge, counted, readers, writers
+from .match import NormMatch
+from .naming import stream_name
+from .normed import NormedGraph
+from .sites import Sites
+
+
+def stream(sites: Sites, chain: Sequence[Sum], index: int) -> Stream:
+    """Describe one stream; `index` is its place in the model."""
+    view, graph = sites.view, sites.graph
+    blocks = _blocks(sites, chain, index)
+    first, last = chain[0], chain[-1]
+    embedding = view.norms.get(first.link.norm or "")
+    final = None if last.post else view.after(last.join.total)
+    begun, axis = (embedding.source, embedding.axis) if embedding else (first.join.root, first.axis)
+    sources = writers(graph, begun, axis)
+    opaque = graph[sources.others[0]].kind if sources.others else ""
+    if embedding and set(graph.users[begun]) - embedding.members:
+        opaque = opaque or "a value that is read bare too"
+    exits = _exits(view, last.join.total, last.axis, final or last.post)
+    return Stream(
+        name=stream_name([b.name for b in blocks], index),
+        width=graph.width(first.join.total, first.axis),
+        blocks=tuple(blocks),
+        sources=tuple(counted(graph, linear) for linear in sources.linears),
+        opaque=opaque,
+        embedding=sites.site(Where.EMBEDDING, embedding) if embedding else None,
+        final=sites.site(Where.FINAL, final) if final else None,
+        taps=_taps(view, chain),
+        readers=tuple(counted(graph, linear) for linear in exits.linears),
+        exits=exits.others,
+        source=first.join.root,
+        last=last.join.total,
+    )
+
+
+def _blocks(sites: Sites, chain: Sequence[Sum], index: int) -> list[Block]:
+    """Describe the branches of all sums, with what the sums hold beside them and what the trunk passes in between."""
+    blocks: list[Block] = []
+    for number, one in enumerate(chain):
+        group = index * 10000 + number if len(one.branches) > 1 else None
+        described = [block(sites, one, branch, group) for branch in one.branches]
+        described[0] = _with_further_terms(sites.view, described[0], one)
+        if number + 1 < len(chain):
+            described[-1] = _handed_on(sites.view, described[-1], chain[number + 1])
+        blocks += described
+    return told_apart(blocks)
+
+
+def _with_further_terms(view: NormedGraph, block: Block, one: Sum) -> Block:
+    """Add the further terms of a block's sum."""
+    added = added_to(view.graph, one.join, one.axis)
+    linears = tuple(counted_behind(view.graph, linear, added.path) for linear in added.linears)
+    return replace(block, added=linears, barriers=(*block.barriers, *added.barriers))
+
+
+def _handed_on(view: NormedGraph, block: Block, onward: Sum) -> Block:
+    """Add what the trunk passes on its way to the next sum."""
+    link, through = onward.link, onward.link.through
+    if link.before and not through and view.followed(onward.join.root, onward.axis, link.before) is None:
+        through = "what moves its channels"
+    barriers = [Barrier(Side.CARRIED, through)] if through else []
+    return replace(block, scales=(*block.scales, *link.scales), barriers=(*block.barriers, *barriers))
+
+
+def _exits(view: NormedGraph, last: str, axis: int, norm: NormMatch | None) -> Edge:
+    """Return what reads a stream's last state, but for the norm at its end."""
+    members = norm.members if norm else frozenset()
+    edge = readers(view.graph, last, axis)
+    others = [o for o in edge.others if o not in members]
+    return Edge(edge.linears, tuple(dict.fromkeys(o if o == "output" else view.graph[o].kind for o in others)))
+
+
+def _taps(view: NormedGraph, chain: Sequence[Sum]) -> tuple[str, ...]:
+    """Return what else reads the trunk before its last state: no block, no norm and no sum of this stream."""
+    graph = view.graph
+    trunk = {n for one in chain for n in (one.join.root, one.join.total)}
+    known = set(trunk)
+    for one in chain:
+        for branch in one.branches:
+            known |= branch.region | {branch.add}
+        known |= {o.name for o in graph.between(one.join.root, one.join.skip)}
+        if one.link.before:
+            known |= {o.name for o in graph.between(one.link.before, one.link.start)}
+    found = []
+    for name in sorted(trunk - {chain[-1].join.total}, key=graph.index.__getitem__):
+        for user in graph.users[name]:
+            if user == "output" or (user not in known and user not in view.inside):
+                found.append("output" if user == "output" else graph[user].kind)
+    return tuple(dict.fromkeys(found))
