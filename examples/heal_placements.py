@@ -67,7 +67,7 @@ LONG = "task=1,kl=0.25,hidden=1.5,spread=0.1"
 
 def tokens(job: dict) -> int:
     """Return how many tokens a run trains on."""
-    return job["recipe"]["steps"] * job["recipe"]["batch"] * WINDOW
+    return job["recipe"]["steps"] * job["recipe"]["batch_size"] * WINDOW
 
 
 def objective(job: dict) -> str:
@@ -149,7 +149,7 @@ def jobs(weights: str | None, seeds: int, folder: Path, norm_free: bool, tenth: 
     base = {"text": str(folder / "training.txt"), "held_out": str(folder / "held_out.txt"), "weights": weights}
     found = []
     for model in ("tinygpt", *(["tinyrope"] if weights else [])):
-        steps = TRAINED[model] // 10 // (recipe["batch"] * WINDOW) if tenth else recipe["steps"]
+        steps = TRAINED[model] // 10 // (recipe["batch_size"] * WINDOW) if tenth else recipe["steps"]
         base |= {"recipe": recipe | {"steps": steps}}
         for seed in range(seeds):
             kinds = [*(NORM_FREE if norm_free else TO), "control"]
@@ -210,7 +210,7 @@ def _spelled(values) -> str:
 @click.option("--seeds", default=5, help="Seeds of data order and calibration.")
 @click.option("--steps", default=500, help="Optimizer steps.")
 @click.option("--tenth", is_flag=True, help="As many steps as make a tenth of each model's training instead.")
-@click.option("--batch", default=4, help=f"Windows of {WINDOW} bytes in a step.")
+@click.option("--batch-size", default=4, help=f"Windows of {WINDOW} bytes in a step.")
 @click.option("--rehearse", default=0.03125, help="The share of rows with random tokens.")
 @click.option("--bf16", is_flag=True, help="Run under bfloat16 autocast: faster where the CPU has it.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each.")

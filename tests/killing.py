@@ -34,7 +34,8 @@ COMMANDS = {
     "opt": "opt model.onnx --passes canonicalize,fold-affine -o OUT.onnx",
     "export": "export killing:net --target generic -o OUT.onnx",
     "folder": "opt llama --passes fold-affine -o OUT",
-    "heal": "heal killing:net student.pt2 --data data.npz -o OUT.pt2 --steps 4 --every 2 --batch 2 --no-control",
+    "heal": "heal killing:net student.pt2 --data data.npz -o OUT.pt2 --steps 4 --save-steps 2 --batch-size 2"
+    " --no-control",
 }
 SEEN = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir")
 """The steps, as audit events, at which a run is killed."""

@@ -258,7 +258,7 @@ def test_the_module_that_heal_gives_back(room: Room, tmp_path: Path) -> None:
     teacher = SOURCES["llama"][0].from_pretrained(room.source("llama")).eval()
     student, inputs = room.living("llama")
     batches = [{"input_ids": (IDS + i) % 60} for i in range(12)]
-    healed = lnr.heal(teacher, student, batches, kwargs=inputs, steps=1, batch=2, length=8, control=False).module
+    healed = lnr.heal(teacher, student, batches, kwargs=inputs, steps=1, batch_size=2, length=8, control=False).module
     healed.save_pretrained(tmp_path / "healed")
     with torch.no_grad():
         assert torch.equal(opened(tmp_path / "healed")(IDS).logits, healed(IDS).logits)

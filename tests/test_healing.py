@@ -23,10 +23,10 @@ from commands import fails, ok, started
 from lnrewrite import demo
 from lnrewrite.cli import main
 from lnrewrite.healing import snapshots
+from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.feed import Arrays, Stream, Windows
 from lnrewrite.healing.losses import Mix, Objective
 from lnrewrite.healing.outcome import picture
-from lnrewrite.healing.recipe import Recipe
 from lnrewrite.healing.session import heal
 from lnrewrite.healing.world import World
 from lnrewrite.models.program import Program
@@ -34,7 +34,7 @@ from tiers import rows
 from zoo import families
 
 MODEL = "zoo:short_gpt"
-SMALL = {"batch": 4, "length": 32, "steps": 6, "every": 2}
+SMALL = {"batch_size": 4, "length": 32, "steps": 6, "save_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_matrix_that_was_scaled_takes_steps_of_its_own_size(pair: Any, text: s
         with torch.no_grad():
             student.module().get_parameter(name).mul_(scale)
         before = weights(student.module())[name]
-        healed = heal(teacher, student, text, **SMALL | {"steps": 1}, decay=0.0, control=False).program
+        healed = heal(teacher, student, text, **SMALL | {"steps": 1}, weight_decay=0.0, control=False).program
         moved[scale] = (healed.module().get_parameter(name) - before).norm() / before.norm()
     assert float(moved[16]) == pytest.approx(float(moved[1]), rel=0.05) and moved[1] > 0
 
@@ -86,7 +86,7 @@ def test_a_matrix_that_was_scaled_takes_steps_of_its_own_size(pair: Any, text: s
 def test_a_short_run_comes_nearer_to_the_control_and_leaves_its_models_alone(pair: Any, text: str) -> None:
     teacher, student = pair
     before = weights(teacher.module()), weights(student.module())
-    found = lnr.heal(teacher, student, text, steps=30, batch=8, lr=5e-4)
+    found = lnr.heal(teacher, student, text, steps=30, batch_size=8, lr=5e-4)
     losses = found.report.losses
     assert set(losses) == {"teacher", "converted", "healed", "control"}
     assert losses["healed"]["mean"] < losses["converted"]["mean"] - 0.01
@@ -163,7 +163,7 @@ def test_gains_and_biases_never_decay(pair: Any) -> None:
     side = Side(program, View(program))
     names = frozenset(n for n, _ in program.module().named_parameters())
     where = ("global", 1, side, None, Objective("", (), True))
-    phase = Phase(*where, Mix(task=1), Recipe(decay=0.1), names, sizes={}, lr=1e-3)
+    phase = Phase(*where, Mix(task=1), HealingConfig(weight_decay=0.1), names, sizes={}, lr=1e-3)
     decayed = {id(p) for g in phase.optimizer().param_groups if g["weight_decay"] for p in g["params"]}
     named = dict(program.module().named_parameters())
     assert {n for n, p in named.items() if id(p) in decayed} == {n for n, p in named.items() if p.dim() > 1}
@@ -179,7 +179,7 @@ def test_a_living_module_is_healed_in_place() -> None:
         for i in range(16)
     ]
     before = weights(teacher)
-    found = lnr.heal(module, teacher, batches, kwargs=batches[0], steps=3, batch=4)
+    found = lnr.heal(module, teacher, batches, kwargs=batches[0], steps=3, batch_size=4)
     assert found.module is teacher and changed(before, teacher) == set(before)
     out = teacher(**batches[1]).logits
     assert torch.allclose(out, found.program.module()(**batches[1]).logits, atol=1e-5)
@@ -195,7 +195,7 @@ def test_an_encoder_without_targets_is_distilled() -> None:
         {n: torch.randint(1, families.VOCAB, t.shape, generator=draw) if "ids" in n else t for n, t in inputs.items()}
         for _ in range(12)
     ]
-    found = lnr.heal(teacher, student, data, steps=4, batch=len(next(iter(inputs.values()))), progressive=True)
+    found = lnr.heal(teacher, student, data, steps=4, batch_size=len(next(iter(inputs.values()))), progressive=True)
     assert found.report.unit == "relative squared error" and "control" not in found.report.losses
     assert found.report.losses["teacher"]["mean"] == 0 and "no control" in " ".join(found.report.notes)
     with pytest.raises(lnr.UsageError, match="LN003"):
@@ -208,7 +208,8 @@ STEPS = 40
 
 
 def command(student: str, text: str, out: Path, *more: str) -> list[str]:
-    how = ["--steps", str(STEPS), "--batch", "4", "--length", "32", "--every", "3", "--no-control", "--force", "-q"]
+    how = ["--steps", str(STEPS), "--batch-size", "4", "--length", "32", "--save-steps", "3"]
+    how += ["--no-control", "--force", "-q"]
     return ["heal", MODEL, student, "--data", text, "-o", str(out), *how, *more]
 
 
@@ -272,7 +273,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(pair: Any, text: str, tmp_path:
 
 
 def test_a_loss_that_is_not_finite_stops_at_a_step_and_a_block(pair: Any, text: str, tmp_path: Path) -> None:
-    how = {**SMALL, "steps": 8, "warmup": 0, "lr": 1e12, "every": 1, "control": False}
+    how = {**SMALL, "steps": 8, "warmup": 0, "lr": 1e12, "save_steps": 1, "control": False}
     with pytest.raises(lnr.LnrewriteError, match=r"LN604 global step \d+.*blocks\.\d|outputs") as told:
         lnr.heal(*pair, text, **how, run=tmp_path / "run")
     step = int(told.value.what.split()[-1])
@@ -343,7 +344,8 @@ def test_a_checkpoint_runs_nothing(tmp_path: Path, where: str) -> None:
 
 @pytest.mark.exhaustive
 def test_two_processes_give_what_one_gives(tmp_path: Path, pair: Any, student: str, text: str) -> None:
-    how = {"steps": 3, "batch": 8, "length": 32, "accumulate": 2, "lr": 1e-3, "recompute": True, "progressive": True}
+    how = {"steps": 3, "batch_size": 8, "length": 32, "accumulate": 2, "lr": 1e-3}
+    how |= {"gradient_checkpointing": True, "progressive": True}
     alone = lnr.heal(*pair, text, **how).program.module()
     both = [started(sharded, rank, student, text, tmp_path, how) for rank in range(2)]
     for process in both:
@@ -375,7 +377,9 @@ def test_rows_are_shared_evenly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_bf16_and_recomputing_train_too(pair: Any, text: str) -> None:
-    plain, low = (lnr.heal(*pair, text, **SMALL, control=False, bf16=b, recompute=b).report for b in (False, True))
+    plain, low = (
+        lnr.heal(*pair, text, **SMALL, control=False, bf16=b, gradient_checkpointing=b).report for b in (False, True)
+    )
     assert abs(plain.losses["healed"]["mean"] - low.losses["healed"]["mean"]) < 0.02
 
 
@@ -410,7 +414,7 @@ def labelled() -> list[dict[str, torch.Tensor]]:
 
 
 def test_labels_are_targets(pair: Any) -> None:
-    found = lnr.heal(*pair, labelled(), steps=4, batch=4, losses="task=1")
+    found = lnr.heal(*pair, labelled(), steps=4, batch_size=4, losses="task=1")
     assert found.report.targets == 8 * 4 * 8 and found.report.losses["healed"]["mean"] > 1
 
 
@@ -421,7 +425,7 @@ def test_labels_that_fit_no_output_are_told() -> None:
     rows = len(inputs["pixel_values"])
     data = [inputs | {"labels": torch.zeros(rows, 77, dtype=torch.int64)}] * 12
     with pytest.raises(lnr.LnrewriteError, match=r"LN022 labels.*\[\d+, 77\]"):
-        lnr.heal(teacher, student, data, steps=1, batch=rows)
+        lnr.heal(teacher, student, data, steps=1, batch_size=rows)
 
 
 def test_ignored_targets_weigh_nothing() -> None:
@@ -471,7 +475,7 @@ def test_wrong_data_are_told_before_anything_is_trained(pair: Any, tmp_path: Pat
         {"losses": "tusk=1"},
         {"ramp": 0},
         {"local_steps": 2, "progressive": True},
-        {"batch": 3, "accumulate": 2},
+        {"batch_size": 3, "accumulate": 2},
         {"stages": ("mlp",)},
         {"lr": -1},
     ):
@@ -492,7 +496,7 @@ def test_teacher_and_student_belong_together(pair: Any, text: str) -> None:
 
 def test_the_command_writes_a_model_and_tells_its_losses(student: str, text: str, tmp_path: Path) -> None:
     out = tmp_path / "healed.pt2"
-    how = ("--data", text, "-o", out, "--steps", 4, "--batch", 4, "--length", 32)
+    how = ("--data", text, "-o", out, "--steps", 4, "--batch-size", 4, "--length", 32)
     told = json.loads(ok("heal", MODEL, student, *how, "--json").stdout)
     assert told["output"] == str(out) and told["exactness"] == "learned" and told["placement_after"] == "peri"
     assert set(told["losses"]["healed"]) == {"mean", "median", "p999"}

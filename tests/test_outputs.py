@@ -64,7 +64,9 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- what stands at OUT, times the command, times --force ----
 
-HEAL = "heal test_outputs:net S/student.pt2 --data S/data.npz --steps 1 --batch 2 --no-control --run room -o OUT.pt2"
+HEAL = (
+    "heal test_outputs:net S/student.pt2 --data S/data.npz --steps 1 --batch-size 2 --no-control --run room -o OUT.pt2"
+)
 COMMANDS = {
     "convert": "convert test_outputs:net --to peri -o OUT.pt2",
     "opt": "opt S/model.onnx --passes canonicalize -o OUT.onnx",
@@ -421,7 +423,7 @@ def test_every_number_has_bounds(name: str, option: str) -> None:
         "bench": "model.onnx",
     }.get(name, "demo:tinygpt")
     for value in HUGE:
-        if option in ("--gain-lr", "--decay", "--lr", "--control-lr") and value.isdigit() and len(value) < 400:
+        if option in ("--gain-lr", "--weight-decay", "--lr", "--control-lr") and value.isdigit() and len(value) < 400:
             continue  # large, and a number
         refused([name, *words.split(), option, value], code="LN003")
 

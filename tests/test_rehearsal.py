@@ -11,9 +11,9 @@ from torch import Tensor
 import lnrewrite as lnr
 import zoo
 from lnrewrite import demo
+from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.feed import Feed, Rows
 from lnrewrite.healing.losses import IGNORED, Objective
-from lnrewrite.healing.recipe import Recipe
 from lnrewrite.healing.rehearsal import Rehearsed
 
 LIMITS = {"input_ids": 900, "token_type_ids": 2}
@@ -96,7 +96,7 @@ def test_what_the_data_lack_is_kept(tmp_path: Path) -> None:
     objective = Objective("input_ids", (), True)
 
     def apart(rehearse: float) -> float:
-        how = {"steps": 40, "batch": 8, "length": 64, "lr": 1e-3, "control": False, "rehearse": rehearse}
+        how = {"steps": 40, "batch_size": 8, "length": 64, "lr": 1e-3, "control": False, "rehearse": rehearse}
         healed = lnr.heal(teacher, student, str(text), **how).program.module()
         with torch.no_grad():
             pair = (program(input_ids=others) for program in (healed, teacher.module()))
@@ -108,4 +108,4 @@ def test_what_the_data_lack_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_a_share_is_below_one(share: float) -> None:
     with pytest.raises(lnr.UsageError, match="LN003 rehearse"):
-        Recipe(rehearse=share)
+        HealingConfig(rehearse=share)

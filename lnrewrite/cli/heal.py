@@ -28,17 +28,19 @@ from .options import ACCEPT, check_data, check_device, check_paths, opened, opti
 @click.option("--ramp", default=0.6, show_default=True, help="The share of the steps in which norms move.")
 @click.option("--drop-final", is_flag=True, help="Take the final norm away too, by degrees.")
 @click.option("--no-control", is_flag=True, help="Do not train the teacher on the same tokens.")
-@click.option("--batch", default=16, show_default=True, help="Rows of a step, over all processes.")
+@click.option("--batch-size", default=16, show_default=True, help="Rows of a step, over all processes.")
 @click.option("--accumulate", default=1, show_default=True, help="Micro-batches of a step.")
 @click.option("--rehearse", default=0.0625, show_default=True, help="This share of the rows holds random tokens.")
 @click.option("--length", type=click.IntRange(2, 2**20), help="Tokens of a window cut from a text.")
 @click.option("--lr", default=3e-4, show_default=True, help="Peak learning rate.")
 @click.option("--gain-lr", default=10.0, show_default=True, help="Gains and biases learn so many times faster.")
 @click.option("--control-lr", type=float, help="The control's peak learning rate; default --lr.")
-@click.option("--decay", default=0.1, show_default=True, help="Weight decay of matrices; norms are never decayed.")
+@click.option(
+    "--weight-decay", default=0.1, show_default=True, help="Weight decay of matrices; norms are never decayed."
+)
 @click.option("--bf16", is_flag=True, help="Train under bfloat16 autocast.")
-@click.option("--recompute", is_flag=True, help="Keep no activations inside a block: slower, less memory.")
-@click.option("--every", default=100, show_default=True, help="Steps between checkpoints.")
+@click.option("--gradient-checkpointing", is_flag=True, help="Keep no activations inside a block: slower, less memory.")
+@click.option("--save-steps", default=100, show_default=True, help="Steps between checkpoints.")
 @click.option("--run", metavar="FOLDER", help="Checkpoints, log.jsonl, loss.html; default OUT.run.")
 @click.option("--resume", is_flag=True, help="Go on where the run in that folder stopped.")
 @ACCEPT
@@ -82,11 +84,11 @@ def heal(
     device, seed = how.pop("device"), how["seed"]
     check_device(device)
     with working(quiet, f"capturing {teacher}") as say:
-        from ..healing.recipe import Recipe
+        from ..healing.config import HealingConfig
         from ..healing.session import heal as run_it
         from ..models.program import Program
 
-        recipe = Recipe(**how, stages=tuple(stages.split(",")) if stages else (), control=not no_control)
+        config = HealingConfig(**how, stages=tuple(stages.split(",")) if stages else (), control=not no_control)
         first = opened(teacher, device="cpu", seed=seed, **given)
         say(f"capturing {student}")
         second = opened(student, device="cpu", seed=seed, **given)
@@ -94,7 +96,7 @@ def heal(
         assert isinstance(first, Program) and isinstance(second, Program)
         folder = run or f"{target}.run"
         places: dict[str, Any] = {"output": target, "held_out": held_out, "length": length, "run": folder}
-        found = run_it(first, second, data, recipe, device=device, resume=resume, force=force, progress=say, **places)
+        found = run_it(first, second, data, config, device=device, resume=resume, force=force, progress=say, **places)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:

@@ -109,7 +109,7 @@ class Arrays(Feed):
         kept = min(max(int(count * HELD_OUT), 1), ROWS)
         if count - kept < rows:
             why = f"it holds {count} samples, {kept} are held out and a batch takes {rows}"
-            raise bad(name, why, "give more samples, or smaller batches (--batch)")
+            raise bad(name, why, "give more samples, or smaller batches (--batch-size)")
         self.arrays, self.rows, self.seed, self.count = arrays, rows, seed, count - kept
         self.held_out = chunks({n: t[self.count :] for n, t in arrays.items()}, wide)
         self.order = -1, torch.empty(0)

@@ -23,11 +23,11 @@ from ..errors import Code, LnrewriteError, UsageError
 from ..files.landing import write_text_whole
 from ..ir import Where
 from ..models.program import Program, capture
+from .config import TRAINED, HealingConfig
 from .feed import Feed, Rows, held_out_of, inputs_of, open_feed
 from .folding import fold, unfoldable
 from .losses import Mix, Objective, losses_of
 from .outcome import Outcome, picture
-from .recipe import TRAINED, Recipe
 from .rehearsal import Rehearsed
 from .snapshots import Snapshots
 from .tapers import Tapering
@@ -56,7 +56,7 @@ class Session:
     student: Program
     feed: Feed
     measured: Sequence[Rows]
-    recipe: Recipe
+    config: HealingConfig
     world: World
     snapshots: Snapshots
     say: Callable[[str], None]
@@ -66,14 +66,14 @@ class Session:
     @cached_property
     def tapering(self) -> Tapering | None:
         """Return the plan of what moves: all norms, from the teacher, or the student's final norm alone."""
-        if not (self.recipe.progressive or self.recipe.drop_final):
+        if not (self.config.progressive or self.config.drop_final):
             return None
         wanted = {b.name: frozenset(switches(b)) for b in self.student.network.blocks}
         batches = [inputs_of(self.world.here(self.feed.batch(i))) for i in range(8)]
-        start = self.teacher if self.recipe.progressive else self.student
+        start = self.teacher if self.config.progressive else self.student
         style = usual_norm(x.norm for s in self.student.network.streams for _, x in s.sites() if x.where != Where.INNER)
-        found = Tapering(start, wanted, batches, style, self.recipe.stages, self.recipe.drop_final)
-        if self.recipe.drop_final and (held := [w for s in found.program.network.streams for w in unfoldable(s)]):
+        found = Tapering(start, wanted, batches, style, self.config.stages, self.config.drop_final)
+        if self.config.drop_final and (held := [w for s in found.program.network.streams for w in unfoldable(s)]):
             why = f"the final norm cannot be folded away: {', '.join(held)}"
             raise LnrewriteError(Code.LN602, "final norm", why, "keep the final norm (leave out --drop-final)")
         return found
@@ -94,12 +94,12 @@ class Session:
         watched = self.teacher.apply([], "heal")[0] if self.world.size > 1 else self.teacher
         teacher = self.side(watched)
         student = self.side(working, tapering)
-        if self.recipe.local_steps:
+        if self.config.local_steps:
             student.view.detached = True
             touched = self.names(working, "touched") & names
-            self.phase("local", self.recipe.local_steps, student, teacher, Mix(hidden=1.0), touched, sizes)
+            self.phase("local", self.config.local_steps, student, teacher, Mix(hidden=1.0), touched, sizes)
             student.view.detached = False
-        self.phase("global", self.recipe.steps, student, teacher, mix, names, sizes)
+        self.phase("global", self.config.steps, student, teacher, mix, names, sizes)
         self.world.gather(student.view, working.module())
         for parameter in shared:
             parameter.data = parameter.data.clone()
@@ -110,18 +110,18 @@ class Session:
         if self.controlled:
             losses["control"] = self.measure(self.trained_on())
         seconds = time.perf_counter() - started
-        trained = {"which": TRAINED[self.recipe.train], "tensors": len(names), "parameters": count, "of": of}
+        trained = {"which": TRAINED[self.config.train], "tensors": len(names), "parameters": count, "of": of}
         return healed, self.outcome(healed, losses, trained, seconds)
 
     @property
     def controlled(self) -> bool:
-        return self.recipe.control and self.objective.has_task(self.measured[0])
+        return self.config.control and self.objective.has_task(self.measured[0])
 
     def trained_on(self) -> Program:
-        """Return the control: the teacher, trained on the same tokens with the same recipe on the task alone."""
+        """Return the control: the teacher, trained on the same tokens by the same choices on the task alone."""
         control = self.teacher.apply([], "heal")[0]
         side = self.side(control)
-        self.phase("control", self.recipe.steps, side, None, Mix(task=1.0), self.names(control), {})
+        self.phase("control", self.config.steps, side, None, Mix(task=1.0), self.names(control), {})
         self.world.gather(side.view, control.module())
         return control
 
@@ -142,25 +142,25 @@ class Session:
         sizes: Mapping[str, float],
     ) -> None:
         tapers = self.tapering.tapers if self.tapering and name == "global" else ()
-        recipe = self.recipe
-        lr, gain_lr = recipe.lr, recipe.gain_lr
+        config = self.config
+        lr, gain_lr = config.lr, config.gain_lr
         if name == "control":
-            lr, gain_lr = recipe.control_lr or recipe.lr, 1.0
+            lr, gain_lr = config.control_lr or config.lr, 1.0
         phase = Phase(
-            name, steps, student, teacher, self.objective, mix, recipe, trained, sizes, lr, gain_lr, tapers=tapers
+            name, steps, student, teacher, self.objective, mix, config, trained, sizes, lr, gain_lr, tapers=tapers
         )
         phase.run(self.rehearsed(teacher, mix), self.snapshots, self.world, self.say)
 
     def rehearsed(self, teacher: Side | None, mix: Mix) -> Feed:
         """Return the data, with random tokens among them where a teacher says what they give."""
         limits = self.teacher.id_limits()
-        if not (self.recipe.rehearse and limits and teacher and (mix.kl or mix.hidden)):
+        if not (self.config.rehearse and limits and teacher and (mix.kl or mix.hidden)):
             return self.feed
-        return Rehearsed(self.feed, self.recipe.rehearse, limits, self.objective, self.recipe.seed)
+        return Rehearsed(self.feed, self.config.rehearse, limits, self.objective, self.config.seed)
 
     def names(self, program: Program, train: str | None = None) -> frozenset[str]:
         """Return the names of the parameters that are trained."""
-        train = train or self.recipe.train
+        train = train or self.config.train
         every = {n: p for n, p in program.module().named_parameters() if p.is_floating_point()}
         if train == "all":
             return frozenset(every)
@@ -184,7 +184,7 @@ class Session:
         notes = list(dict.fromkeys((*self.teacher.notes, *self.student.notes)))
         if not task:
             notes.append("the data hold no targets, so there is no control: the losses are distances to the teacher")
-        elif not self.recipe.control:
+        elif not self.config.control:
             notes.append("no control was trained; the gap is against the teacher as it was")
         self.draw(log)
         return Outcome(
@@ -194,7 +194,7 @@ class Session:
             targets=sum(self.objective.count(b) for b in self.measured),
             losses=losses,
             trained=trained,
-            recipe={**asdict(self.recipe), "losses": asdict(self.mix)},
+            recipe={**asdict(self.config), "losses": asdict(self.mix)},
             tokens=sum(row["tokens"] for row in log if row["phase"] != "control"),
             seconds=seconds,
             drift=drift(self.teacher.module(), healed.module(), rows, True),
@@ -212,7 +212,7 @@ def heal(
     teacher: Program | nn.Module,
     student: Program | nn.Module,
     data: Any,
-    recipe: Recipe | None = None,
+    config: HealingConfig | None = None,
     *,
     output: str | Path | None = None,
     held_out: str | None = None,
@@ -230,8 +230,8 @@ def heal(
     teacher, student: programs, or living modules with example inputs in `kwargs`; a living student is trained in place,
     any other stays as it was. data: text, token arrays [count], arrays of rows [count, ...], `pkg.module:iterable`, or
     an iterable of batches: dicts of the model's inputs, and `labels` [batch, ...] where there are targets. A part of it
-    is held out, or `held_out` names other data. length: tokens of a window cut from a text. recipe, or its fields as
-    keywords: steps=1000, progressive=True, lr=1e-4, as `Recipe` explains them.
+    is held out, or `held_out` names other data. length: tokens of a window cut from a text. config, or its fields as
+    keywords: steps=1000, progressive=True, lr=1e-4, as `HealingConfig` explains them.
 
     output: where to write the result (.pt2 or .onnx); `force`: over what stands there. run: the folder of checkpoints,
     log.jsonl and loss.html; None uses a temporary one. resume: go on where that run stopped; the same seed gives the
@@ -241,8 +241,8 @@ def heal(
     NaN, LN605 run folder, LN025 no room; UsageError LN003. Sources: local, then global: arXiv 2410.10254; removal by
     degrees: 2507.02559, 2602.10408; weight decay: 2605.26895.
     """
-    plan = replace(recipe or Recipe(), **choices)
-    rows = plan.batch // plan.accumulate
+    plan = replace(config or HealingConfig(), **choices)
+    rows = plan.batch_size // plan.accumulate
     world = World.join(device, rows)
     say = progress if progress and world.first else (lambda message: None)
     with contextlib.ExitStack() as stack:
@@ -271,10 +271,10 @@ def heal(
     return Healed(healed, module, report)
 
 
-def mix_of(recipe: Recipe, task: bool) -> Mix:
+def mix_of(config: HealingConfig, task: bool) -> Mix:
     """Return the losses asked for, or the usual ones. Raises UsageError LN003 for a `task` without targets."""
     usual = "task=0.5,kl=0.5,hidden=1,spread=0.1" if task else "kl=1,hidden=1,spread=0.1"
-    mix = Mix.parse(recipe.losses or usual)
+    mix = Mix.parse(config.losses or usual)
     if mix.task and not task:
         why = "the model predicts no next token and the data hold no labels"
         raise UsageError(Code.LN003, "loss task", why, "give labels, or losses such as kl=1,hidden=1")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..backends.torch.feeding import flat_inputs
 from ..errors import Code, Exit, LnrewriteError
 from ..models.program import Program
+from .config import HealingConfig
 from .feed import Feed, Rows, inputs_of, number
 from .losses import Mix, Objective
-from .recipe import Recipe
 from .snapshots import Snapshots
 from .tapers import Taper
 from .view import Seen, View
@@ -67,7 +67,7 @@ class Phase:
     teacher: Side | None
     objective: Objective
     mix: Mix
-    recipe: Recipe
+    config: HealingConfig
     trained: frozenset[str]
     sizes: Mapping[str, float]
     lr: float
@@ -79,8 +79,8 @@ class Phase:
 
         Raises LnrewriteError LN604 where a loss or gradient is NaN or infinite, Stopped on Ctrl-C.
         """
-        view, recipe = self.student.view, self.recipe
-        view.recompute = recipe.recompute
+        view, config = self.student.view, self.config
+        view.recompute = config.gradient_checkpointing
         optimizer = self.optimizer()
         step = start = snapshots.load(self.name, view, optimizer)
         clock = _Clock(self.steps - start)
@@ -94,7 +94,7 @@ class Phase:
                 if clock.due():
                     say(f"{self.name} {step}/{self.steps}  loss {row['loss']:.4f}  {_spell(**speed)}")
                 halted = world.any(stopped())
-                if halted or step % recipe.every == 0 or step == self.steps:
+                if halted or step % config.save_steps == 0 or step == self.steps:
                     snapshots.save(self.name, step, view, optimizer)
                 if halted and step < self.steps:
                     raise Stopped(self.name, step)
@@ -114,28 +114,28 @@ class Phase:
                 groups[self.lr * self.gain_lr, 0.0].append(parameter)
             else:
                 size = self.sizes.get(view.origin(name), 1.0)
-                groups[self.lr * size, self.recipe.decay / size].append(parameter)
+                groups[self.lr * size, self.config.weight_decay / size].append(parameter)
         rows = [{"params": p, "initial_lr": lr, "weight_decay": decay} for (lr, decay), p in groups.items()]
         return torch.optim.AdamW(rows, betas=(0.9, 0.95), fused=True)
 
     def taper(self, step: int) -> None:
         """Set every taper's power for a step: stage by stage, linear, from the teacher to the end at `ramp`."""
         stages = max((t.stage for t in self.tapers), default=0) + 1
-        done = step / (self.recipe.ramp * self.steps) * stages
+        done = step / (self.config.ramp * self.steps) * stages
         for index, taper in enumerate(self.tapers):
             share = min(1.0, max(0.0, done - taper.stage))
             self.student.view.powers[index] = 1 - share if taper.going else share
 
     def step(self, step: int, optimizer: torch.optim.Optimizer, feed: Feed, world: World) -> dict[str, float]:
         """Take one optimizer step and return its losses."""
-        recipe = self.recipe
-        share = recipe.share(step, self.steps)
+        config = self.config
+        share = config.share(step, self.steps)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * share
-        torch.manual_seed(number(recipe.seed, step, world.rank))
+        torch.manual_seed(number(config.seed, step, world.rank))
         means, tokens = torch.zeros(()), 0
-        for micro in range(recipe.accumulate):
-            batch = feed.batch(step * recipe.accumulate + micro)
+        for micro in range(config.accumulate):
+            batch = feed.batch(step * config.accumulate + micro)
             tokens += max(t[..., 0].numel() if t.is_floating_point() else t.numel() for t in batch.values())
             targets = self.objective.count(batch) / world.size
             batch = world.share(batch)
@@ -144,9 +144,9 @@ class Phase:
             seen = world.mean(torch.stack([total, *terms.values()]).detach())
             if not torch.isfinite(seen[0]):
                 self.fail(step, batch, "the loss")
-            (total / recipe.accumulate).backward()
-            means = means + seen.cpu() / recipe.accumulate
-        norm = nn.utils.clip_grad_norm_(self.student.view.parameters(), recipe.clip)
+            (total / config.accumulate).backward()
+            means = means + seen.cpu() / config.accumulate
+        norm = nn.utils.clip_grad_norm_(self.student.view.parameters(), config.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not torch.isfinite(norm):
             self.fail(step, batch, "the gradient")
@@ -158,7 +158,7 @@ class Phase:
     def terms(self, batch: Rows, targets: float) -> dict[str, Tensor]:
         """Return the terms of the loss on this process's rows of a batch with so many targets for each process."""
         device = next(iter(batch.values())).device.type
-        with torch.autocast(device, torch.bfloat16) if self.recipe.bf16 else nullcontext():
+        with torch.autocast(device, torch.bfloat16) if self.config.bf16 else nullcontext():
             seen = None
             if self.teacher and (self.mix.kl or self.mix.hidden):
                 with torch.no_grad():

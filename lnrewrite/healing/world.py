@@ -36,7 +36,7 @@ class World:
             return cls(0, 1, torch.device(device))
         if rows % size:
             why = f"{rows} rows of a micro-batch cannot be shared by {size} processes"
-            raise UsageError(Code.LN003, "batch", why, f"give a multiple of {size} times accumulate")
+            raise UsageError(Code.LN003, "batch_size", why, f"give a multiple of {size} times accumulate")
         place = torch.device(device)
         if place.type == "cuda":
             place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -146,6 +146,6 @@ def run_cases() -> Iterator[Case]:
     yield Case("heal: resume a junk folder", (*resume, "--run", "junk"), lambda p: (inputs(p), p.write("junk/precious", "x"), p.write("junk/global-000001/x", "x")))
     yield Case("heal: a run that is a file", (*HEAL, "--run", "data.npy"), inputs, (1, 2))
     yield Case("heal: resume a run of code", (*resume, "--run", "junk"), lambda p: (inputs(p), p.write("junk/payload.py", PAYLOAD.replace("{marker!r}", repr(p.marker)))))
-    for option, value in (("--steps", "-1"), ("--steps", str(10**30)), ("--lr", "nan"), ("--lr", "-1"), ("--batch", "0"), ("--batch", "-5"), ("--every", "0"), ("--rehearse", "7"),
-                          ("--decay", "inf"), ("--losses", "task=nan"), ("--losses", "__import__('os')=1"), ("--length", "-4"), ("--accumulate", "0"), ("--ramp", "-3")):  # fmt: skip
+    for option, value in (("--steps", "-1"), ("--steps", str(10**30)), ("--lr", "nan"), ("--lr", "-1"), ("--batch-size", "0"), ("--batch-size", "-5"), ("--save-steps", "0"), ("--rehearse", "7"),
+                          ("--weight-decay", "inf"), ("--losses", "task=nan"), ("--losses", "__import__('os')=1"), ("--length", "-4"), ("--accumulate", "0"), ("--ramp", "-3")):  # fmt: skip
         yield Case(f"heal: {option} {value}", (*HEAL, option, value), inputs, (1, 2))

@@ -161,8 +161,8 @@ class Goods:
 
 
 HEAL = (
-    "heal", "m.pt2", "m.pt2", "--data", "data.npy", "-o", "o.pt2", "--steps", "2", "--every", "1", "--no-control",
-    "--losses", "hidden=1", "--batch", "2", "--rehearse", "0",
+    "heal", "m.pt2", "m.pt2", "--data", "data.npy", "-o", "o.pt2", "--steps", "2", "--save-steps", "1", "--no-control",
+    "--losses", "hidden=1", "--batch-size", "2", "--rehearse", "0",
 )  # fmt: skip
 
 

@@ -14,13 +14,13 @@ TRAINED = {
 }
 """What `train` may be, in words."""
 
-LEAST = {"steps": 1, "local_steps": 0, "batch": 1, "accumulate": 1, "every": 1, "warmup": 0}
+LEAST = {"steps": 1, "local_steps": 0, "batch_size": 1, "accumulate": 1, "save_steps": 1, "warmup": 0}
 MOST = 10**9
 """The least and the most that each count may be."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class HealingConfig:
     """Hold every choice of a healing run but for its models and data.
 
     steps: optimizer steps of the global phase, and of the control. local_steps: before it, train each block alone, from
@@ -33,16 +33,15 @@ class Recipe:
     what makes an attention's values), that move one after the other. drop_final: take the final norm away by degrees
     too; it anchors the logits, so it stays by default. control: train the teacher on the same tokens.
 
-    batch: rows of a step over all processes, in `accumulate` micro-batches. rehearse: this share of all rows
+    batch_size: rows of a step over all processes, in `accumulate` micro-batches. rehearse: this share of all rows
     holds random tokens, and there the student only copies the teacher, so that what the data lack does not drift
-    (`Rehearsed`); a model that reads no tokens has none. lr: the peak learning rate of AdamW, after
-    `warmup` steps, then a cosine down to a fiftieth; a matrix that the conversion scaled learns at its rate times that
-    scale, in proportion to its size as before. gain_lr: the student's gains and biases learn so many times faster
-    (moved norms have to find new sizes: on demo:tinygpt 50 to 100 times healed best). control_lr: the control's rate;
-    None is lr. decay: weight decay of matrices; gains and biases never decay (it harms output-norm gains:
-    arXiv 2605.26895). clip: the largest gradient norm. bf16: run under autocast. recompute:
-    keep no activations inside a block. every: steps between checkpoints. seed: of the data's order and of what is
-    random.
+    (`Rehearsed`); a model that reads no tokens has none. lr: the peak learning rate of AdamW, after `warmup` steps,
+    then a cosine down to a fiftieth; a matrix that the conversion scaled learns at its rate times that scale, in
+    proportion to its size as before. gain_lr: the student's gains and biases learn so many times faster (moved norms
+    have to find new sizes: on demo:tinygpt 50 to 100 times healed best). control_lr: the control's rate; None is lr.
+    weight_decay: of matrices; gains and biases never decay (it harms output-norm gains: arXiv 2605.26895).
+    max_grad_norm: longer gradients are scaled down to it. bf16: run under autocast. gradient_checkpointing: keep no
+    activations inside a block. save_steps: steps between checkpoints. seed: of the data's order and of what is random.
     """
 
     steps: int = 400
@@ -54,18 +53,18 @@ class Recipe:
     ramp: float = 0.6
     drop_final: bool = False
     control: bool = True
-    batch: int = 16
+    batch_size: int = 16
     accumulate: int = 1
     rehearse: float = 0.0625
     lr: float = 3e-4
     gain_lr: float = 10.0
     control_lr: float | None = None
     warmup: int = 20
-    decay: float = 0.1
-    clip: float = 1.0
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
     bf16: bool = False
-    recompute: bool = False
-    every: int = 100
+    gradient_checkpointing: bool = False
+    save_steps: int = 100
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,8 +73,8 @@ class Recipe:
         for name, least in LEAST.items():
             if not least <= getattr(self, name) <= MOST:
                 _wrong(name, getattr(self, name), f"give {least} to {MOST}")
-        if self.batch % self.accumulate:
-            _wrong("batch", self.batch, f"give a multiple of accumulate, {self.accumulate}")
+        if self.batch_size % self.accumulate:
+            _wrong("batch_size", self.batch_size, f"give a multiple of accumulate, {self.accumulate}")
         if not 0 < self.ramp <= 1:
             _wrong("ramp", self.ramp, "give a share of the steps, above 0 and up to 1")
         if not 0 <= self.rehearse < 1:
@@ -84,12 +83,12 @@ class Recipe:
             _wrong("stages", ",".join(self.stages), "add progressive: only there norms move in stages")
         if self.local_steps and self.progressive:
             _wrong("local_steps", self.local_steps, "leave it out: progressive starts at the teacher, block by block")
-        for name in ("lr", "gain_lr", "clip", "control_lr"):
+        for name in ("lr", "gain_lr", "max_grad_norm", "control_lr"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 _wrong(name, value, "give a positive number")
-        if not 0 <= self.decay < math.inf:
-            _wrong("decay", self.decay, "give a number that is not negative")
+        if not 0 <= self.weight_decay < math.inf:
+            _wrong("weight_decay", self.weight_decay, "give a number that is not negative")
 
     def share(self, step: int, steps: int) -> float:
         """Return the share of the learning rate at a step of `steps`, counted from 0."""
@@ -99,4 +98,4 @@ class Recipe:
 
 
 def _wrong(name: str, value: object, remedy: str) -> None:
-    raise UsageError(Code.LN003, f"{name}={value}", "a recipe does not take that value", remedy)
+    raise UsageError(Code.LN003, f"{name}={value}", "healing does not take that value", remedy)
