@@ -21,7 +21,8 @@ out and refused (`pipeline.sounding`).
 Rooms, a floor a line; imports go down only, and import-linter holds it (pyproject.toml, tests/test_layers.py):
 
     cli/                          click commands; nothing imports it
-    api, checkpoints/             any MODEL in, a module converted; a checkpoint folder in, a folder out
+    api                           the way in: any MODEL loaded, a file or a module converted
+    checkpoints/                  a checkpoint folder in, a folder out
     live/, healing/, runtime/     modules rewritten in place; short trainings; ONNX Runtime as users run it
     models/                       a model with its picture: captured from torch, or read from ONNX
     export/                       the forms that norms have in ONNX, and what a target runs best
@@ -67,13 +68,14 @@ __all__ = [
     "load",
     "norm_add_norm",
     "rewrite",
+    "rewrite_file",
     "session",
     "unrewrite",
     "verify",
 ]
 
 if TYPE_CHECKING:
-    from .api import convert, load
+    from .api import convert, load, rewrite_file
     from .codes import explain
     from .comparison.verifying import verify
     from .errors import LnrewriteError, Refused, UsageError
@@ -102,6 +104,7 @@ _HOME = {
     "load": "api",
     "norm_add_norm": "kernels.torch_op",
     "rewrite": "live.rewriting",
+    "rewrite_file": "api",
     "session": "runtime.sessions",
     "unrewrite": "live.rewriting",
     "verify": "comparison.verifying",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +16,22 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from .backends.torch.capture import Capture, capture_module, from_program
-from .data.infer import infer_inputs, vocabulary_of
-from .data.inputs import Inputs, parse_inputs
-from .errors import Code, LnrewriteError, told
-from .loading.identify import Format, damaged, identify
-from .loading.open import open_module
+from .data.batches import reader_of
+from .data.infer import given_inputs, infer_inputs
+from .data.inputs import Inputs
+from .errors import Code, LnrewriteError, UsageError, told
+from .files.output import SUFFIXES, check_output, output_named
+from .loading.identify import damaged, identify
+from .loading.open import Opened, open_module
+from .loading.source import Factory, Format, OpenOptions, Source
 from .models.program import Program, capture, check_finite, need_onnx
 from .pipeline.driver import Pipeline
+from .pipeline.job import Job, check_paths
 from .pipeline.protocols import Batch
+from .pipeline.report import Report
+from .pipeline.sounding import Unproved
 from .pipeline.spec import placing
+from .quiet import LOGGER
 
 if TYPE_CHECKING:
     from .models.onnx_program import OnnxProgram
@@ -44,42 +53,57 @@ def load(
     An ONNX file gives an `OnnxProgram`: the same, except training.
     Raises LnrewriteError with a code that says what the model is and why it was not opened.
     """
-    if (form := identify(model)).format is Format.ONNX:
-        need_onnx(f"model {model!r}")
+    how = OpenOptions(factory, trust_pickle, trust_remote_code, inputs, device, seed)
+    return load_source(identify(model, how))
+
+
+def load_source(source: Source) -> Program | OnnxProgram:
+    """Open and capture what `identify` found. Raises as `load`; UsageError LN003 for a device that is not here."""
+    check_device(source.how.device)
+    if source.format is Format.ONNX:
+        need_onnx(f"model {source.name!r}")
         from .models.onnx_program import OnnxProgram
 
-        assert form.path is not None
-        return OnnxProgram.open(form.path, model, inputs, seed)
-
-    opened = open_module(model, factory=factory, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
+        return OnnxProgram.open(source.file, source.name, source.how.inputs, source.how.seed)
+    opened = open_module(source)
     if opened.program is not None:
-        taken = _taken_over(model, opened.program)
+        taken = _taken_over(source.name, opened.program)
         check_finite(taken.module)
         return Program(taken, format=opened.kind)
-    module = opened.module
-    assert module is not None
-    check_finite(module)
-    module.to(device)
-    specified = isinstance(inputs, (list, tuple)) and bool(inputs) and all(isinstance(i, str) for i in inputs)
-    if specified:
-        given: Any = parse_inputs(list(inputs or ()), seed=seed, vocabulary=vocabulary_of(module))
-    else:
-        given = inputs or opened.inputs or infer_inputs(module, seed)
-    if not isinstance(given, Inputs):
-        given = Inputs((), dict(given)) if isinstance(given, Mapping) else Inputs(tuple(given))
+    assert opened.module is not None
+    check_finite(opened.module)
+    return _captured(source, opened, opened.module.to(source.how.device))
+
+
+def _captured(source: Source, opened: Opened, module: nn.Module) -> Program:
+    """Capture an opened module. Raises LnrewriteError LN023 where a dimension that the user named is fixed."""
+    device, dynamic = source.how.device, None
+    given = given_inputs(module, source.how)
+    if given is None:
+        given = Inputs((), dict(opened.inputs)) if opened.inputs else infer_inputs(module, source.how.seed)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (given.args, dict(given.kwargs)))
-    dynamic = {n: dict.fromkeys(given.dynamic.get(n, {}), Dim.AUTO) or None for n in kwargs} if specified else None
+    if source.how.specifications:
+        dynamic = {n: dict.fromkeys(given.dynamic.get(n, {}), Dim.AUTO) or None for n in kwargs}
     taken = capture_module(module, args, kwargs, dynamic)
-    program = Program(
-        replace(taken, notes=(*opened.notes, *taken.notes)), format=opened.kind, tokenizer=opened.tokenizer
-    )
+    taken = replace(taken, notes=(*opened.notes, *taken.notes))
+    program = Program(taken, format=opened.kind, tokenizer=opened.tokenizer)
     free = program.dynamic_axes()
     for name, axes in given.dynamic.items():
         for axis, dimension in axes.items():
             if name in kwargs and axis not in free.get(name, {}):
                 why = f"the model fixes dimension {dimension} of {name} at {kwargs[name].shape[axis]}"
-                raise LnrewriteError(Code.LN023, model, why, "give that dimension as a number")
+                raise LnrewriteError(Code.LN023, source.name, why, "give that dimension as a number")
     return program
+
+
+def check_device(device: str) -> None:
+    """Raise UsageError LN003 where torch cannot put a tensor on the device."""
+    try:
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as why:
+        raise UsageError(
+            Code.LN003, f"device {device!r}", str(why), "give cpu, or a device that torch sees here"
+        ) from why
 
 
 def _taken_over(model: str, program: torch.export.ExportedProgram) -> Capture:
@@ -91,6 +115,93 @@ def _taken_over(model: str, program: torch.export.ExportedProgram) -> Capture:
     except Exception as error:  # torch traces it again, and raises whatever a stranger's graph leads to
         why = f"its program does not hold together: {told(error).partition(chr(10))[0]}"
         raise damaged(model, why) from error
+
+
+def rewrite_file(
+    model: str,
+    pipeline: Pipeline | str,
+    output: str | os.PathLike[str] | None,
+    *,
+    calibrate: str | Iterable[Batch] | None = None,
+    partial: bool = False,
+    verify: bool = True,
+    accept_fixed_paths: bool = False,
+    force: bool = False,
+    factory: Factory | None = None,
+    trust_pickle: bool = False,
+    trust_remote_code: bool = False,
+    inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Report:
+    """Run a pipeline on any MODEL and write the result: a file in, a file out; a checkpoint folder in, a folder out.
+
+    pipeline: a Pipeline, its text, or the name of a preset. output: an .onnx file where MODEL is one, a folder where
+    MODEL is one and `output` has no suffix, else a .pt2 or .onnx file; None writes nothing (a dry run). It is written
+    whole or not at all; `force` replaces what stands there. calibrate: DATA of the command line, or batches.
+    partial, verify: as `Pipeline.run` takes them. accept_fixed_paths: write a model that chooses its path by its data.
+    All else is as `load` takes it. Raises Refused, and LnrewriteError with a code that says what the matter is.
+    """
+    source = identify(model, OpenOptions(factory, trust_pickle, trust_remote_code, inputs, device, seed))
+    how: dict[str, Any] = {"partial": partial, "verify": verify, "accept_fixed_paths": accept_fixed_paths}
+    return rewrite_source(source, pipeline, output, calibrate=calibrate, force=force, **how)
+
+
+def rewrite_source(
+    source: Source,
+    pipeline: Pipeline | str,
+    output: str | os.PathLike[str] | None,
+    *,
+    calibrate: str | Iterable[Batch] | None = None,
+    partial: bool = False,
+    verify: bool = True,
+    accept_fixed_paths: bool = False,
+    force: bool = False,
+) -> Report:
+    """Run a pipeline on what `identify` found and write the result; see `rewrite_file`."""
+    lenient = isinstance(pipeline, str) and pipeline in Pipeline.PRESETS
+    if isinstance(pipeline, str):
+        pipeline = Pipeline.preset(pipeline) if lenient else Pipeline.parse(pipeline)
+    folder = source.format is Format.TRANSFORMERS and output is not None and Path(output).suffix not in SUFFIXES
+    target = None if output is None or folder else _target(source, os.fspath(output), force)
+    if folder and (source.how.factory or source.how.device != "cpu"):
+        why = "a folder is read on the CPU, by the class that its config names"
+        raise UsageError(Code.LN003, "--factory, --device", why, "leave them out, or name a .pt2 file as OUT")
+    read, data = reader_of(calibrate, source.how.seed)
+    accepted = accept_fixed_paths or output is None
+    job = Job(pipeline, read, data, partial, lenient, verify, accepted, source.how.seed)
+    if output is None or not folder:
+        return _rewritten(source, job, target, force)
+    from .checkpoints.folders import rewrite_folder
+
+    LOGGER.info(f"reading {source.name}")
+    return rewrite_folder(source, job, output, force=force)
+
+
+def _target(source: Source, output: str, force: bool) -> Path:
+    """Return the file to write. Raises LnrewriteError LN025, and LN032 for ONNX that would have to become torch."""
+    onnx = source.format is Format.ONNX
+    target = check_output(output_named(output, ".onnx" if onnx else ".pt2"), force)
+    if onnx and target.suffix == ".pt2":
+        raise LnrewriteError(Code.LN032, str(target), f"{source.name} is an ONNX file", "name an .onnx file")
+    return target
+
+
+def _rewritten(source: Source, job: Job, target: Path | None, force: bool) -> Report:
+    """Run a job on one file's model and write it, with its weights in memory once where that can be."""
+    LOGGER.info(f"capturing {source.name}")
+    program = load_source(source)
+    if target:
+        check_paths(source.name, program.fixed_paths, job.accept_fixed_paths)
+    try:
+        result = job.run(program, consume=True)
+    except Unproved:  # the program was used up
+        result = job.run(load_source(source))
+    job.check(source.name, result.report)
+    if target:
+        LOGGER.info(f"writing {target}")
+        result.program.save(target, force=force)
+    return replace(result.report, output=None if target is None else str(target))
 
 
 def convert(

@@ -1,4 +1,7 @@
-"""Keep what other libraries log and warn about off the terminal, unless lnrewrite's own logger is at DEBUG (-v)."""
+"""Log as a library does: progress and warnings to one logger, silent until somebody listens.
+
+What other libraries log and warn about is kept off the terminal, unless that logger is at DEBUG (-v).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 
 LOGGER = logging.getLogger("lnrewrite")
+LOGGER.addHandler(logging.NullHandler())
 TRACE = "TORCH_DTRACE"
 
 

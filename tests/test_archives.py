@@ -110,7 +110,7 @@ def told(held: bytes, *allowed: str) -> LnrewriteError | None:
     """Open an archive; return what is wrong with it, in one line and with one of the codes, or None."""
     Path("m.pt2").write_bytes(held)
     try:
-        open_module("m.pt2")
+        open_module(identify("m.pt2"))
     except LnrewriteError as error:
         assert error.code in (allowed or ("LN011", "LN012", "LN014", "LN015")), error
         assert error.code in CATALOGUE and "\n" not in str(error) and str(error).isprintable()

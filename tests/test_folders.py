@@ -22,7 +22,6 @@ from torch import Tensor
 import lnrewrite as lnr
 import zoo
 from lnrewrite.checkpoints import shards
-from lnrewrite.checkpoints.folders import rewrite_folder
 from lnrewrite.recipe.modeling import FILE
 from tiers import rows
 
@@ -84,7 +83,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 def rewritten(room: Path, name: str, text: str, **how: Any) -> Path:
     target = room / f"{name}-{text.partition('{')[0]}-{text.partition('to=')[2].rstrip('}')}"
-    rewrite_folder(str(room / name), lnr.Pipeline.parse(text), target, **how)
+    lnr.rewrite_file(str(room / name), text, target, **how)
     return target
 
 
@@ -99,8 +98,7 @@ def test_round_trips_without_lnrewrite(name: str, text: str, room: Path, tmp_pat
     batch = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
     calibrate = [batch] if "place" in text else None
     lnr.rewrite(living, text, kwargs=batch, calibrate=calibrate)
-    feed = None if calibrate is None else (lambda program: [batch])
-    folder, want = rewritten(room, name, text, calibrate=feed), logits(living)
+    folder, want = rewritten(room, name, text, calibrate=calibrate), logits(living)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", LOAD, tmp_path, folder]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -114,7 +112,7 @@ def test_round_trips_without_lnrewrite(name: str, text: str, room: Path, tmp_pat
 def test_a_converted_folder_holds_what_the_old_one_held(room: Path) -> None:
     peri = room / "llama-place-peri"
     if not peri.exists():
-        rewritten(room, *CASES[0], calibrate=lambda program: [{"input_ids": IDS}])
+        rewritten(room, *CASES[0], calibrate=[{"input_ids": IDS}])
     assert lnr.load(str(peri)).inspect()["placement"] == "peri"  # our own code, unchanged, needs no trust
     before, after = weights(room / "llama"), weights(peri)
     assert before.keys() < after.keys() and all("norm_out" in key for key in after.keys() - before.keys())
@@ -127,7 +125,7 @@ def test_a_converted_folder_holds_what_the_old_one_held(room: Path) -> None:
 
     twice = room / "llama-output"  # a second rewrite, of the rewritten folder
     plan = lnr.Pipeline.parse("place{to=output}")
-    rewrite_folder(str(peri), plan, twice, calibrate=lambda program: [{"input_ids": IDS}])
+    lnr.rewrite_file(str(peri), plan, twice, calibrate=[{"input_ids": IDS}])
     assert lnr.load(str(twice)).inspect()["placement"] == "output"
     (peri / FILE).write_text((peri / FILE).read_text() + "\n# edited\n")
     with pytest.raises(lnr.LnrewriteError, match="LN017"):
@@ -169,7 +167,7 @@ def test_half_precision_and_prefixes(room: Path, tmp_path: Path) -> None:
     save_file(state, source / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    rewrite_folder(str(source), lnr.Pipeline.parse("fold-affine"), tmp_path / "out")
+    lnr.rewrite_file(str(source), "fold-affine", tmp_path / "out")
     after = weights(tmp_path / "out")
     assert after.keys() == state.keys() and {t.dtype for t in after.values()} == {torch.bfloat16}
     assert bool((after["layers.0.input_layernorm.weight"] == 1).all())
@@ -192,7 +190,7 @@ def test_whole_or_not_at_all(room: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         with monkeypatch.context() as patch:
             patch.setattr(shards.Writer, "write", stopping(error))
             with pytest.raises(seen):
-                rewrite_folder(str(room / "llama"), lnr.Pipeline.parse("fold-affine"), target)
+                lnr.rewrite_file(str(room / "llama"), "fold-affine", target)
         assert not target.exists() and not [p for p in room.iterdir() if p.name.startswith(".lnrewrite")]
     assert {p: p.read_bytes() for p in (room / "llama").rglob("*") if p.is_file()} == before
 
@@ -210,8 +208,8 @@ def test_where_a_folder_cannot_be_written(room: Path, tmp_path: Path) -> None:
         (tmp_path / "no" / "such", "its folder does not exist"),
     ):
         with pytest.raises(lnr.LnrewriteError, match=f"LN025.*{why}"):
-            rewrite_folder(str(room / "llama"), plan, target)
-    rewrite_folder(str(room / "llama"), plan, tmp_path / "there", force=True)
+            lnr.rewrite_file(str(room / "llama"), plan, target)
+    lnr.rewrite_file(str(room / "llama"), plan, tmp_path / "there", force=True)
     assert (tmp_path / "there" / "config.json").is_file()
 
 
@@ -223,7 +221,7 @@ def test_damaged_shards(room: Path, tmp_path: Path) -> None:
         shard = sorted(source.glob("*.safetensors"))[1]
         shard.write_bytes(content(shard.read_bytes()))
         with pytest.raises(lnr.LnrewriteError, match=rf"LN015.*{shard.name}.*safetensors header"):
-            rewrite_folder(str(source), lnr.Pipeline.parse("fold-affine"), tmp_path / "out")
+            lnr.rewrite_file(str(source), "fold-affine", tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 
@@ -262,12 +260,12 @@ def test_folders_with_code_of_their_own(room: Path, tmp_path: Path) -> None:
     config |= {"model_type": "other", "architectures": ["OtherForCausalLM"], "auto_map": code}
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(lnr.LnrewriteError, match="LN017"):
-        rewrite_folder(str(source), lnr.Pipeline.parse("fold-affine"), tmp_path / "out")
-    rewrite_folder(str(source), lnr.Pipeline.parse("fold-affine"), tmp_path / "out", trust_remote_code=True)
+        lnr.rewrite_file(str(source), "fold-affine", tmp_path / "out")
+    lnr.rewrite_file(str(source), "fold-affine", tmp_path / "out", trust_remote_code=True)
     assert (tmp_path / "out" / "modeling_other.py").read_text() == OTHER
     assert bool((weights(tmp_path / "out")["model.layers.0.input_layernorm.weight"] == 1).all())
     with pytest.raises(lnr.LnrewriteError, match="LN310 OtherForCausalLM: model is no class of transformers"):
-        rewrite_folder(str(source), lnr.Pipeline.parse("place{to=peri}"), tmp_path / "peri", trust_remote_code=True)
+        lnr.rewrite_file(str(source), "place{to=peri}", tmp_path / "peri", trust_remote_code=True)
     assert not (tmp_path / "peri").exists()
 
 

@@ -20,7 +20,9 @@ import lnrewrite as lnr
 import zoo
 from lnrewrite.data.batches import load_data
 from lnrewrite.loading.foreign import DEPTH, Foreign, read_object, safetensors_header
+from lnrewrite.loading.identify import identify
 from lnrewrite.loading.open import open_module
+from lnrewrite.loading.source import OpenOptions
 from lnrewrite.loading.transformers import Tokenizer
 from mutants import json_mutant
 from tiers import rows
@@ -49,7 +51,7 @@ def spoil(folder: Path, **changes: Any) -> Path:
 
 def refused(model: Path, **how: Any) -> lnr.LnrewriteError:
     with pytest.raises(lnr.LnrewriteError) as error:
-        open_module(str(model), **how)
+        open_module(identify(str(model), OpenOptions(**how)))
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
     return error.value
 
@@ -175,7 +177,7 @@ def test_a_mutant_of_a_config_opens_or_is_told(folder: Path, seed: int, asked: l
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(json_mutant(config, random.Random(seed))))
     try:
-        open_module(str(folder))
+        open_module(identify(str(folder)))
     except lnr.LnrewriteError as error:
         assert error.code != "LN301" and "\n" not in str(error)
     assert not asked

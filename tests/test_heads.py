@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
 import lnrewrite as lnr
-from lnrewrite.checkpoints.folders import rewrite_folder
 from lnrewrite.recipe.modeling import FILE
 from tiers import rows
 from zoo.norms import randomise
@@ -56,7 +55,7 @@ class Room:
     def converted(self, name: str, to: str = "peri") -> Path:
         path = self.folder / f"{name}-{to}"
         if not path.exists():
-            rewrite_folder(str(self.source(name)), lnr.Pipeline.parse(f"place{{to={to}}}"), path)
+            lnr.rewrite_file(str(self.source(name)), f"place{{to={to}}}", path)
         return path
 
     def living(self, name: str, to: str = "peri") -> tuple[Any, dict[str, Tensor]]:

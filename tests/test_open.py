@@ -21,9 +21,11 @@ from torch import nn
 
 from lnrewrite.codes import CATALOGUE
 from lnrewrite.errors import LnrewriteError
-from lnrewrite.loading.identify import Format, identify
-from lnrewrite.loading.open import load_weights, open_module
+from lnrewrite.loading.identify import identify
+from lnrewrite.loading.open import Opened, load_weights
+from lnrewrite.loading.open import open_module as open_source
 from lnrewrite.loading.pickles import pickled_names
+from lnrewrite.loading.source import Format, OpenOptions
 from lnrewrite.loading.transformers import Tokenizer
 
 
@@ -60,6 +62,11 @@ class Trapped(nn.Linear):
 
 
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+def open_module(model: str, **how: Any) -> Opened:
+    """Open a MODEL as it is identified."""
+    return open_source(identify(model, OpenOptions(**how)))
 
 
 def fails(code: str, model: Path | str, **options: Any) -> LnrewriteError:
@@ -218,7 +225,7 @@ def test_program_that_returns_a_transformers_class(tmp_path: Path) -> None:
     module = open_module(str(gpt2(tmp_path / "m"))).module
     assert module is not None
     torch.export.save(torch.export.export(module, (), {"input_ids": IDS}, strict=False), tmp_path / "m.pt2")
-    code = "import sys; from lnrewrite.loading.open import open_module; print(open_module(sys.argv[1]).kind)"
+    code = "import sys, lnrewrite; print(lnrewrite.load(sys.argv[1]).format)"
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m.pt2")], capture_output=True, text=True)
     assert out.stdout.strip() == "program", out.stderr[-500:]
 

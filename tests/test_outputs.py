@@ -37,7 +37,8 @@ from lnrewrite.files import landing
 from lnrewrite.healing.snapshots import Snapshots
 from lnrewrite.healing.world import World
 from lnrewrite.ir.select import select
-from lnrewrite.loading.identify import Format, identify
+from lnrewrite.loading.identify import identify
+from lnrewrite.loading.source import Format
 from lnrewrite.pipeline import registry
 from lnrewrite.pipeline.spec import parse
 from tiers import rows

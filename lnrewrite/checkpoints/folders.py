@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -22,8 +21,7 @@ from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import CapturedModule, stored
 from ..backends.torch.widened import Read, Widened
 from ..comparison.proving import Evidence, away, evidence
-from ..data.infer import infer_inputs, vocabulary_of
-from ..data.inputs import parse_inputs
+from ..data.infer import given_inputs, infer_inputs
 from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
 from ..ir import Exactness, Proposal, Stream
@@ -32,15 +30,16 @@ from ..live.ports import children
 from ..live.rewriting import EXACT, ROUNDED, difference, restructure, rewrite
 from ..live.saving import RECORD
 from ..loading.checkpoint import empty_model
-from ..loading.identify import Form, identify
-from ..loading.open import Opened, open_module
+from ..loading.identify import identify
+from ..loading.open import open_module
+from ..loading.source import Source
 from ..models.program import Program, check_values
-from ..pipeline.driver import Pipeline
-from ..pipeline.protocols import Batch
+from ..pipeline.job import Job
 from ..pipeline.report import Report
+from ..quiet import LOGGER
 from .shards import Stored
 from .stored import Store, StoredEditor
-from .writing import Done, Source, check_room, held_by, whole, write_folder
+from .writing import Done, Weights, check_room, held_by, whole, write_folder
 
 
 class StoredProgram(Program):
@@ -79,83 +78,52 @@ class StoredProgram(Program):
         return type(self)(capture, store, format=self.format, tokenizer=self.tokenizer), count
 
 
-def rewrite_folder(
-    model: str,
-    pipeline: Pipeline,
-    output: str | os.PathLike[str],
-    *,
-    calibrate: Callable[[Program], Iterable[Batch] | None] | None = None,
-    data: str | None = None,
-    partial: bool = False,
-    seed: int = 0,
-    force: bool = False,
-    trust_pickle: bool = False,
-    trust_remote_code: bool = False,
-    inputs: Sequence[str] = (),
-    progress: Callable[[str], None] | None = None,
-    verify: bool = True,
-    check: Callable[[Report], None] = lambda report: None,
-) -> Report:
+def rewrite_folder(source: Source, job: Job, output: str | os.PathLike[str], *, force: bool = False) -> Report:
     """Run a pipeline on a transformers checkpoint folder and write a folder: shards, config, tokenizer, all of it.
 
     Where the passes look at no activations, the weights are streamed: one shard's changed tensors are in memory at a
     time. Else the model is loaded and rewritten in place (see `rewrite`), and what was written is loaded again and
-    compared. A result that is no architecture of transformers' own gets a modeling file: it needs
-    `trust_remote_code=True` to load, and not lnrewrite. `calibrate` gives batches for the captured program, `inputs`
-    are `--input` specifications; `verify`: false leaves out the proof of exact passes; `check` may raise, looking
-    at the report, before anything is written. Written whole or not at all.
-    Raises Refused, LnrewriteError LN025, LN310, LN313, and what opening the folder raises.
+    compared. A result that is not an architecture of transformers' own gets a modeling file: it needs
+    `trust_remote_code=True` to load, and not lnrewrite. Written whole or not at all.
+    Raises Refused, LnrewriteError LN025, LN033, LN310, LN313, and what opening the folder raises.
     """
-    form, say = identify(model), progress or (lambda message: None)
-    assert form.path is not None
-    target = check_folder(output, form.path, force)
-    check_room(target, form.path)
+    target = check_folder(output, source.file, force)
+    check_room(target, source.file)
     done = None
-    if all(item.exactness < Exactness.CALIBRATED and not item.needs_data for item in pipeline.passes):
-        done = _streamed(form, pipeline, partial, seed, inputs, say, trust_remote_code, verify)
+    if all(item.exactness < Exactness.CALIBRATED and not item.needs_data for item in job.pipeline.passes):
+        done = _streamed(source, job)
     if done is None:
-        say(f"loading {model}")
-        load = functools.partial(open_module, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
-        done = _loaded(form, load, pipeline, calibrate, data, partial, seed, inputs, say, verify)
-    check(done.report)
-    with whole(target, form.path, force) as folder:
-        write_folder(folder, form.path, done, str(pipeline), say)
-        say("checking what was written")
+        LOGGER.info(f"loading {source.name}")
+        done = _loaded(source, job)
+    job.check(source.name, done.report)
+    with whole(target, source.file, force) as folder:
+        write_folder(folder, source.file, done, str(job.pipeline))
+        LOGGER.info("checking what was written")
         done.check(folder)
     return replace(done.report, output=str(target))
 
 
-def _streamed(
-    form: Form,
-    pipeline: Pipeline,
-    partial: bool,
-    seed: int,
-    inputs: Sequence[str],
-    say: Callable[[str], None],
-    trust_remote_code: bool,
-    verify: bool,
-) -> Done | None:
+def _streamed(source: Source, job: Job) -> Done | None:
     """Rewrite a model without its weights; None where the folder does not hold them as the network names them."""
-    assert form.path is not None
-    paths = sorted(form.path.glob("*.safetensors"))
+    paths = sorted(source.file.glob("*.safetensors"))
     if not paths:
         return None
     dtype = _dtype(held_by(paths[0]))
-    module = empty_model(form, dtype, trust_remote_code=trust_remote_code)
-    source = Source.read(form.path, module)
-    if source is None:
+    module = empty_model(source, dtype)
+    weights = Weights.read(source.file, module)
+    if weights is None:
         return None
-    say("checking the weights")
-    for name, key in source.keys.items():
-        check_values(name, source.files[key].values())
+    LOGGER.info("checking the weights")
+    for name, key in weights.keys.items():
+        check_values(name, weights.files[key].values())
     buffers = {n: b.clone() for n, b in module.named_buffers()}
     module.to("meta")
-    empty = _inputs(module, inputs, seed)
+    empty = _inputs(module, source)
     fixed: dict[str, Any] = {}  # no axis needs to be dynamic where nothing is run
     taken = capture_module(module, (), empty, fixed, lambda a, k: children(module, a, k))
-    store = Store({n: source.files[key] for n, key in source.keys.items()}, buffers)
-    program = StoredProgram(taken, store, format=form.format)
-    result = pipeline.run(program, None, partial, seed, progress=say, verify=verify)
+    store = Store({n: weights.files[key] for n, key in weights.keys.items()}, buffers)
+    program = StoredProgram(taken, store, format=source.format)
+    result = job.run(program)
     note = "the weights were streamed: lnrewrite verify compares the two folders with both in memory"
     report = replace(result.report, notes=(*result.report.notes, note))
     recipe = difference(module, program, result.program) if result.program is not program else Recipe()
@@ -174,20 +142,20 @@ def _streamed(
 
     def check(folder: Path) -> None:
         """Open the folder without its weights; where its structure is new, run it and the plan, weights from disk."""
-        again = empty_model(identify(str(folder)), dtype, trust_remote_code=trust_remote_code)
-        written = Source.read(folder, again)
+        again = empty_model(identify(str(folder), source.how), dtype)
+        written = Weights.read(folder, again)
         if written is None:
-            raise _not_as_planned(form, "what was written lacks weights that the network has")
+            raise _not_as_planned(source, "what was written lacks weights that the network has")
         if recipe.changes:
-            _check_ties(form, module, again)
+            _check_ties(source, module, again)
             now = Store({n: written.files[key] for n, key in written.keys.items()}, dict(again.named_buffers()))
             captured = capture_module(again.to("meta"), (), empty, fixed).module
-            given = _drawn(empty, program.id_limits(), seed)
+            given = _drawn(empty, program.id_limits(), job.seed)
             names = parameter_names(captured)
             plan = _run(after.module(), after.read, given)
-            _compare(form, plan, _run(captured, lambda name: now.read(names[name]), given))
+            _compare(source, plan, _run(captured, lambda name: now.read(names[name]), given))
 
-    return Done(report, module, recipe.changes, source, read, lambda name: after.store.form(known(name)), check)
+    return Done(report, module, recipe.changes, weights, read, lambda name: after.store.form(known(name)), check)
 
 
 def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
@@ -196,56 +164,43 @@ def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
     return max(floats, key=lambda where: prod(where.shape)).dtype if floats else torch.float32
 
 
-def _inputs(module: nn.Module, specs: Sequence[str], seed: int) -> dict[str, Any]:
+def _inputs(module: nn.Module, source: Source) -> dict[str, Any]:
     """Return keyword inputs: as specified, else inferred."""
-    if specs:
-        return dict(parse_inputs(list(specs), seed=seed, vocabulary=vocabulary_of(module)).kwargs)
-    return dict(infer_inputs(module, seed).kwargs)
+    return dict((given_inputs(module, source.how) or infer_inputs(module, source.how.seed)).kwargs)
 
 
-def _loaded(
-    form: Form,
-    load: Callable[[str], Opened],
-    pipeline: Pipeline,
-    calibrate: Callable[[Program], Iterable[Batch] | None] | None,
-    data: str | None,
-    partial: bool,
-    seed: int,
-    inputs: Sequence[str],
-    say: Callable[[str], None],
-    verify: bool,
-) -> Done:
-    """Rewrite a model in memory, in place; `load` opens it, and what was written of it."""
-    opened = load(form.name)
+def _loaded(source: Source, job: Job) -> Done:
+    """Rewrite a model in memory, in place."""
+    opened = open_module(source)
     module = opened.module
-    assert module is not None and form.path is not None
-    given = _inputs(module, inputs, seed)
-    source = Source.read(form.path, module)
+    assert module is not None
+    given = _inputs(module, source)
+    weights = Weights.read(source.file, module)
     batches = None
-    if calibrate is not None:
-        say("reading the calibration data")
-        batches = calibrate(Program(capture_module(module, (), given), format=opened.kind, tokenizer=opened.tokenizer))
+    if job.read:
+        taken = capture_module(module, (), given)
+        batches = job.read(Program(taken, format=opened.kind, tokenizer=opened.tokenizer))
     report = rewrite(
         module,
-        pipeline,
+        job.pipeline,
         kwargs=given,
         calibrate=batches,
-        partial=partial,
-        seed=seed,
+        partial=job.partial or job.lenient,
+        seed=job.seed,
         undo=False,
-        data=data,
-        progress=say,
-        verify=verify,
+        data=job.data,
+        progress=LOGGER.info,
+        verify=job.verify,
     )
     records = vars(module).get(RECORD, [])
 
     def check(folder: Path) -> None:
         """Load what was written and compare."""
-        again = load(str(folder)).module
+        again = open_module(identify(str(folder), source.how)).module
         assert again is not None
-        _check_ties(form, module, again)
+        _check_ties(source, module, again)
         with torch.no_grad():
-            _compare(form, module(**given), again(**given))
+            _compare(source, module(**given), again(**given))
 
     state = module.state_dict()
     changes = records[-1].recipe if records else []
@@ -253,10 +208,10 @@ def _loaded(
     def shape(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         return state[name].dtype, tuple(state[name].shape)
 
-    return Done(report, module, changes, source, lambda name: [state[name]], shape, check)
+    return Done(report, module, changes, weights, lambda name: [state[name]], shape, check)
 
 
-def _compare(form: Form, planned: Any, found: Any) -> None:
+def _compare(source: Source, planned: Any, found: Any) -> None:
     """Raise LnrewriteError LN313 where two models' outputs differ by more than their dtype rounds."""
     leaves = [[t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in (planned, found)]
     pairs = [(a.double(), b.double()) for a, b in zip(*leaves, strict=True) if a.is_floating_point() and a.numel()]
@@ -264,19 +219,19 @@ def _compare(form: Form, planned: Any, found: Any) -> None:
     narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in leaves[0])
     if not worst <= (ROUNDED if narrow else EXACT):
         why = f"loaded again, its outputs are {worst:.1e} (relative) from what was planned"
-        raise _not_as_planned(form, why)
+        raise _not_as_planned(source, why)
 
 
-def _check_ties(form: Form, module: nn.Module, again: nn.Module) -> None:
+def _check_ties(source: Source, module: nn.Module, again: nn.Module) -> None:
     """Raise LnrewriteError LN313 where a class ties again what was untied."""
     ours, theirs = parameter_names(module), parameter_names(again)
     if tied := next((n for n, first in theirs.items() if n != first and ours.get(n) == n), None):
-        raise _not_as_planned(form, f"{type(again).__name__} ties {tied} to {theirs[tied]} whatever its config says")
+        raise _not_as_planned(source, f"{type(again).__name__} ties {tied} to {theirs[tied]} whatever its config says")
 
 
-def _not_as_planned(form: Form, why: str) -> LnrewriteError:
+def _not_as_planned(source: Source, why: str) -> LnrewriteError:
     remedy = "take -o OUT.pt2, or rewrite the loaded module (lnr.rewrite)"
-    return LnrewriteError(Code.LN313, f"model {form.name!r}", why, remedy)
+    return LnrewriteError(Code.LN313, f"model {source.name!r}", why, remedy)
 
 
 def _drawn(inputs: Mapping[str, Any], rows: Mapping[str, int], seed: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ..loading.configs import read_config
 from ..loading.foreign import Foreign, read_file
 from ..loading.identify import damaged
 from ..pipeline.report import Report
+from ..quiet import LOGGER
 from ..recipe.modeling import FILE, KEY, generate
 from .shards import Stored, Writer, stored_in
 
@@ -37,14 +38,14 @@ SHARD = 5 << 30
 
 
 @dataclass(frozen=True)
-class Source:
+class Weights:
     """Hold where a folder's safetensors are: the file of each key, and the key of each parameter by its first name."""
 
     files: dict[str, Stored]
     keys: dict[str, str]
 
     @classmethod
-    def read(cls, folder: Path, module: nn.Module) -> Source | None:
+    def read(cls, folder: Path, module: nn.Module) -> Weights | None:
         """Look at a folder's safetensors; None where they do not hold each parameter as the network has it."""
         index = folder / INDEX
         names = set(read_file(index)["weight_map"].values()) if index.is_file() else {SINGLE}
@@ -89,7 +90,7 @@ class Done:
     report: Report
     module: nn.Module
     changes: list[dict[str, Any]]
-    source: Source | None
+    weights: Weights | None
     read: Callable[[str], Iterable[torch.Tensor]]
     form: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
     check: Callable[[Path], None]
@@ -114,7 +115,7 @@ def whole(target: Path, source: Path, force: bool) -> Iterator[Path]:
         land(made, target, force=force)
 
 
-def write_folder(folder: Path, source: Path, done: Done, pipeline: str, say: Callable[[str], None]) -> None:
+def write_folder(folder: Path, source: Path, done: Done, pipeline: str) -> None:
     """Write weights, config, the modeling file where one is needed, and copy everything else."""
     content = read_config(source)
     if any("untie" in change for change in done.changes):
@@ -133,7 +134,7 @@ def write_folder(folder: Path, source: Path, done: Done, pipeline: str, say: Cal
             continue
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
-    _write_weights(folder, list(_shards(done)), say)
+    _write_weights(folder, list(_shards(done)))
 
 
 Shard = dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], Callable[[], Iterable[torch.Tensor]]]]
@@ -149,36 +150,36 @@ def _shards(done: Done) -> Iterator[Shard]:
         del left[name]
         return done.form(name), lambda: done.read(name)
 
-    source, shard = done.source, Shard()
-    if source is None:
+    weights, shard = done.weights, Shard()
+    if weights is None:
         for name in list(left):
             shard[name] = entry(name)
             if not left or sum(prod(shape) * dtype.itemsize for (dtype, shape), _ in shard.values()) >= SHARD:
                 yield shard
                 shard = {}
         return
-    own = {key: name for name, key in source.keys.items()}
-    paths = list(dict.fromkeys(where.path for where in source.files.values()))
+    own = {key: name for name, key in weights.keys.items()}
+    paths = list(dict.fromkeys(where.path for where in weights.files.values()))
     for path in paths:
         shard = {}
-        for key, where in source.files.items():
+        for key, where in weights.files.items():
             if where.path == path and key not in own:
                 shard[key] = (where.dtype, where.shape), where.rows
             elif where.path == path and own[key] in left:
                 shard[key] = entry(own[key])
         if path == paths[-1]:
-            shard |= {source.key(name): entry(name) for name in list(left)}
+            shard |= {weights.key(name): entry(name) for name in list(left)}
         yield shard
 
 
-def _write_weights(folder: Path, shards: list[Shard], say: Callable[[str], None]) -> None:
+def _write_weights(folder: Path, shards: list[Shard]) -> None:
     """Write each shard to a file, several files at once, and an index where there are several."""
     shards = [shard for shard in shards if shard]
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     names = [SINGLE] if len(shards) == 1 else names
 
     def write(name: str, shard: Shard) -> int:
-        say(f"writing {name}")
+        LOGGER.info(f"writing {name}")
         with Writer(folder / name, {key: form for key, (form, _) in shard.items()}) as file:
             for key in file.places:
                 file.write(key, shard[key][1]())

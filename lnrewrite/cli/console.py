@@ -8,8 +8,8 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,6 +26,9 @@ from ..errors import (
     visible,
 )
 from ..quiet import LOGGER
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 
 class Interrupted(LnrewriteError):
@@ -58,7 +61,9 @@ class Group(click.Group):
 
     def _run(self, words: list[str], asked: list[str], prog_name: str | None, extra: dict[str, Any]) -> int:
         """Run what `words` ask for, with the options `asked`; print a failure; return the exit code."""
-        LOGGER.setLevel(logging.DEBUG if _is_verbose(asked) else logging.NOTSET)
+        level = LOGGER.level
+        LOGGER.setLevel(logging.DEBUG if _is_verbose(asked) else logging.INFO)
+        LOGGER.addHandler(TERMINAL)
         try:
             code = super().main(words or ["--help"], prog_name or self.name, **{**extra, "standalone_mode": False})
         except click.ClickException as error:
@@ -75,6 +80,9 @@ class Group(click.Group):
                 traceback.print_exc()
             remedy = "this is a fault of lnrewrite; please report it with what -v prints"
             code = _fail(asked, LnrewriteError(Code.LN301, words[0] if words else "lnrewrite", told(error), remedy))
+        finally:
+            LOGGER.removeHandler(TERMINAL)
+            LOGGER.setLevel(level)
         return code if isinstance(code, int) else Exit.DONE
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -139,14 +147,28 @@ def show(text: str) -> None:
     click.echo("\n".join(map(visible, text.split("\n"))))
 
 
-def remark(text: str) -> None:
-    """Print a note or a warning beside the result."""
-    click.echo(one_line(text), err=True)
+class Terminal(logging.Handler):
+    """Show what is logged: warnings as lines on stderr, progress in the one line that `working` keeps, if it does."""
+
+    status: Status | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one record."""
+        from rich.text import Text
+
+        text = one_line(record.getMessage())
+        if record.levelno >= logging.WARNING:
+            click.echo(text, err=True)
+        elif record.levelno == logging.INFO and self.status:
+            self.status.update(Text(text))
+
+
+TERMINAL = Terminal()
 
 
 @contextlib.contextmanager
-def working(quiet: bool, message: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal's stderr what is going on, through the function that this gives; elsewhere stay silent.
+def working(quiet: bool, message: str) -> Iterator[None]:
+    """Show on a terminal's stderr what is going on, as it is logged; elsewhere stay silent.
 
     What a model's own code prints goes to stderr too: stdout is for the result. Library warnings are left out.
     """
@@ -155,10 +177,11 @@ def working(quiet: bool, message: str) -> Iterator[Callable[[str], None]]:
         warnings.simplefilter("ignore")
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         if quiet or not sys.stderr.isatty():
-            yield lambda text: None
+            yield
             return
         from rich.console import Console
         from rich.text import Text
 
-        status = stack.enter_context(Console(stderr=True).status(Text(message)))
-        yield lambda text: status.update(Text(text))
+        TERMINAL.status = stack.enter_context(Console(stderr=True).status(Text(message)))
+        stack.callback(setattr, TERMINAL, "status", None)
+        yield

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from ..errors import Code, LnrewriteError, UsageError
-from .console import show, working
-from .options import ACCEPT, check_data, check_device, check_paths, opened, options, target_of, tell_name
+from ..loading.identify import identify
+from ..loading.source import Format, OpenOptions
+from ..quiet import LOGGER
+from .options import ACCEPT, FORCE, Screen, options, target_of, tell_name
 
 
 @click.command()
@@ -24,7 +26,9 @@ from .options import ACCEPT, check_data, check_device, check_paths, opened, opti
 @click.option("--losses", metavar="NAME=W,...", help="task, kl, hidden, spread; default task=0.5,kl=0.5,hidden=1.")
 @click.option("--train", default="all", show_default=True, help="all, norms or touched.")
 @click.option("--progressive", is_flag=True, help="Start at the teacher exactly and move the norms by degrees.")
-@click.option("--stages", metavar="SELECT,...", help="What moves one after the other: mlp,attention,values,final.")
+@click.option(
+    "--stages", "order", metavar="SELECT,...", help="What moves one after the other: mlp,attention,values,final."
+)
 @click.option("--ramp", default=0.6, show_default=True, help="The share of the steps in which norms move.")
 @click.option("--drop-final", is_flag=True, help="Take the final norm away too, by degrees.")
 @click.option("--no-control", is_flag=True, help="Do not train the teacher on the same tokens.")
@@ -44,7 +48,7 @@ from .options import ACCEPT, check_data, check_device, check_paths, opened, opti
 @click.option("--run", metavar="FOLDER", help="Checkpoints, log.jsonl, loss.html; default OUT.run.")
 @click.option("--resume", is_flag=True, help="Go on where the run in that folder stopped.")
 @ACCEPT
-@click.option("--force", is_flag=True, help="Overwrite OUT.")
+@FORCE
 @options(model=True)
 def heal(
     teacher: str,
@@ -52,55 +56,53 @@ def heal(
     data: str,
     output: str,
     held_out: str | None,
-    stages: str | None,
+    order: str | None,
     no_control: bool,
     length: int | None,
     run: str | None,
     resume: bool,
     accept: bool,
     force: bool,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
-    **how: Any,
+    how: OpenOptions,
+    screen: Screen,
+    **asked: Any,
 ) -> None:
     """Recover a converted model's quality: train STUDENT, which convert made of TEACHER, for a short time.
 
     The report gives the held-out loss of teacher, converted, healed and control: the teacher trained on the same
     tokens. Under torchrun the same command shares the work over all processes.
     """
-    from ..loading.identify import Format, identify
-
-    for model in (teacher, student):
-        if identify(model).format is Format.ONNX:
+    sources = [identify(model, replace(how, device="cpu")) for model in (teacher, student)]
+    for source in sources:
+        if source.format is Format.ONNX:
             why = "an ONNX file can be rewritten and run, not trained"
-            raise LnrewriteError(Code.LN601, f"model {model!r}", why, "heal the torch model, then export it")
+            raise LnrewriteError(Code.LN601, f"model {source.name!r}", why, "heal the torch model, then export it")
     target = target_of(output, force)
     if run is not None and not run.strip():
         raise UsageError(Code.LN003, f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
-    for name in (data, held_out):
-        check_data(name)
-    given = {name: how.pop(name) for name in ("inputs", "factory", "trust_pickle", "trust_remote_code")}
-    device, seed = how.pop("device"), how["seed"]
-    check_device(device)
-    with working(quiet, f"capturing {teacher}") as say:
+    with screen.working(f"capturing {teacher}"):
+        from ..api import check_device, load_source
+        from ..data.batches import check_data
         from ..healing.config import HealingConfig
         from ..healing.session import heal as run_it
         from ..models.program import Program
+        from ..pipeline.job import check_paths
 
-        config = HealingConfig(**how, stages=tuple(stages.split(",")) if stages else (), control=not no_control)
-        first = opened(teacher, device="cpu", seed=seed, **given)
-        say(f"capturing {student}")
-        second = opened(student, device="cpu", seed=seed, **given)
-        check_paths(student, second, accept)
+        for name in filter(None, (data, held_out)):
+            check_data(name)
+        check_device(how.device)
+        stages = tuple(order.split(",")) if order else ()
+        config = HealingConfig(**asked, seed=how.seed, stages=stages, control=not no_control)
+        first = load_source(sources[0])
+        LOGGER.info(f"capturing {student}")
+        second = load_source(sources[1])
+        check_paths(student, second.fixed_paths, accept)
         assert isinstance(first, Program) and isinstance(second, Program)
         folder = run or f"{target}.run"
         places: dict[str, Any] = {"output": target, "held_out": held_out, "length": length, "run": folder}
-        found = run_it(first, second, data, config, device=device, resume=resume, force=force, progress=say, **places)
+        places |= {"device": how.device, "resume": resume, "force": force, "progress": LOGGER.info}
+        found = run_it(first, second, data, config, **places)
     if os.environ.get("RANK", "0") != "0":
         return
-    if as_json:
-        show(json.dumps(found.report.to_dict()))
-    elif not quiet:
-        show(str(found.report))
+    screen.answer(found.report.to_dict(), lambda: str(found.report), "")
     tell_name(output, target)

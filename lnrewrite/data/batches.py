@@ -19,6 +19,9 @@ from ..errors import Code, LnrewriteError, code_of_others, did_you_mean, told, w
 from ..files.output import named_path
 from ..loading.open import import_object
 from ..loading.transformers import Tokenizer, closed
+from ..pipeline import protocols
+from ..pipeline.job import BatchReader
+from ..quiet import LOGGER
 from .files import read_tensors
 from .inputs import random_tensor
 
@@ -107,6 +110,31 @@ def batches_for(program: Any, data: str, seed: int, **how: Any) -> list[Batch]:
     for batch in batches:
         check_ids(data, program.id_limits(), batch)
     return batches
+
+
+def reader_of(
+    calibrate: str | Iterable[protocols.Batch] | None, seed: int = 0
+) -> tuple[BatchReader | None, str | None]:
+    """Return what gives calibration batches for a program, and the name of DATA. Raises LN022 where that is missing."""
+    if calibrate is None:
+        return None, None
+    if not isinstance(calibrate, str):
+        batches = list(calibrate)
+        return lambda program: batches, None
+    check_data(calibrate)
+
+    def read(program: Any) -> list[Batch]:
+        LOGGER.info(f"reading {calibrate}")
+        return calibration_for(program, calibrate, seed)
+
+    return read, calibrate
+
+
+def check_data(data: str) -> None:
+    """Raise LN022 where DATA is plainly missing: told before a model is captured."""
+    if ":" not in data and not os.path.isfile(named_path(data)):
+        remedy = "check the path, or name pkg.module:iterable"
+        raise LnrewriteError(Code.LN022, f"data {data!r}", "there is no such file", remedy)
 
 
 def calibration_for(program: Any, data: str, seed: int = 0) -> list[Batch]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..backends.torch.capture import dry
 from ..errors import Code, LnrewriteError, told
-from .inputs import BATCH, LENGTH, Inputs
+from ..loading.source import OpenOptions
+from .inputs import BATCH, LENGTH, Inputs, parse_inputs
 
 _MAIN = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds")
 _IMAGE_SIZES = (32, 28, 64, 224)
@@ -42,6 +43,17 @@ def infer_inputs(module: nn.Module, seed: int = 0) -> Inputs:
     raise LnrewriteError(
         Code.LN020, type(module).__name__, why + tried[:160], f"give {example} (or an .npz or .pt file)"
     )
+
+
+def given_inputs(module: nn.Module, how: OpenOptions) -> Inputs | None:
+    """Return the example inputs that a user gave: specifications (drawn), by name, or by position; None without."""
+    if not how.inputs:
+        return None
+    if isinstance(how.inputs, Mapping):
+        return Inputs((), dict(how.inputs))
+    if specs := how.specifications:
+        return parse_inputs(specs, seed=how.seed, vocabulary=vocabulary_of(module))
+    return Inputs(tuple(how.inputs))
 
 
 def vocabulary_of(module: nn.Module) -> int:

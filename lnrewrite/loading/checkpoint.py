@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Code, LnrewriteError, told
-from .identify import Form, damaged, listed, not_a_model
+from .identify import damaged, listed, not_a_model
+from .source import Source
 from .transformers import library
 from .weighing import weighed
 
@@ -16,43 +17,40 @@ if TYPE_CHECKING:
     import torch
 
 
-def open_folder(
-    form: Form, *, trust_pickle: bool = False, trust_remote_code: bool = False
-) -> tuple[torch.nn.Module, tuple[str, ...]]:
+def open_folder(source: Source) -> tuple[torch.nn.Module, tuple[str, ...]]:
     """Load the network that the folder's config names, with its weights, ready to be exported; return it and notes.
 
     The class is the one that `architectures` names, else the config's causal language model, else its bare network.
     `use_cache` is off and experts run as batched matrix products, for only these can be exported. Raises LN017 for
     code that the folder brings, LN018 without transformers, LN015, LN016 and LN028 for its content.
     """
-    with library(form, trust_remote_code) as (transformers, _, remote):
-        config = _config(form, remote)
-        return _load(form, _class(transformers, config, remote), config, trust_pickle, remote)
+    with library(source) as (transformers, _, remote):
+        config = _config(source, remote)
+        return _load(source, _class(transformers, config, remote), config, remote)
 
 
-def empty_model(form: Form, dtype: torch.dtype, *, trust_remote_code: bool = False) -> torch.nn.Module:
+def empty_model(source: Source, dtype: torch.dtype) -> torch.nn.Module:
     """Build the network that the folder's config names without its weights: parameters on the meta device.
 
     Buffers are real. Raises as `open_folder`, LN011 where the network cannot be built from the config alone.
     """
     import torch
 
-    assert form.path is not None, form
-    with library(form, trust_remote_code) as (transformers, _, remote), _meta_parameters():
-        config = _config(form, remote)
+    with library(source) as (transformers, _, remote), _meta_parameters():
+        config = _config(source, remote)
         found = _class(transformers, config, remote)
         make = getattr(found, "from_config", found)
         how = {"trust_remote_code": remote} if make is not found else {}
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            with weighed(form.name, form.path), torch.device("meta"):
+            with weighed(source.name, source.file), torch.device("meta"):
                 make(config, **how)  # buffers too take no memory here
             module = make(config, **how)
         except LnrewriteError:
             raise
         except Exception as error:  # a network's own checks raise anything
-            raise not_a_model(form.name, f"{found.__name__} cannot be built from its config: {error}") from error
+            raise not_a_model(source.name, f"{found.__name__} cannot be built from its config: {error}") from error
         finally:
             torch.set_default_dtype(before)
         module.tie_weights()
@@ -75,19 +73,18 @@ def _meta_parameters() -> Iterator[None]:
         hook.remove()
 
 
-def _config(form: Form, remote: bool) -> Any:
+def _config(source: Source, remote: bool) -> Any:
     """Read the folder's config, set for export. Raises LN011 for a model type that transformers does not know."""
     from transformers import AutoConfig
 
-    assert form.path is not None, form
     try:
-        config = AutoConfig.from_pretrained(form.path, local_files_only=True, trust_remote_code=remote)
+        config = AutoConfig.from_pretrained(source.file, local_files_only=True, trust_remote_code=remote)
         for part in (config, config.get_text_config()):
             if hasattr(part, "use_cache"):
                 part.use_cache = False
         config._experts_implementation = "batched_mm"
     except Exception as error:  # a config's own checks raise anything
-        raise not_a_model(form.name, f"transformers cannot read its config: {error}") from error
+        raise not_a_model(source.name, f"transformers cannot read its config: {error}") from error
     return config
 
 
@@ -105,29 +102,26 @@ def _class(transformers: Any, config: Any, remote: bool) -> Any:
     return causal if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else transformers.AutoModel
 
 
-def _load(
-    form: Form, found: Any, config: Any, trust_pickle: bool, remote: bool
-) -> tuple[torch.nn.Module, tuple[str, ...]]:
+def _load(source: Source, found: Any, config: Any, remote: bool) -> tuple[torch.nn.Module, tuple[str, ...]]:
     """Load the weights; a network whose pooler the checkpoint lacks is built without one. Raises LN015, LN016."""
     options: dict[str, Any] = {"config": config, "local_files_only": True, "output_loading_info": True}
-    options |= {"weights_only": not (trust_pickle and form.unsafe), "trust_remote_code": remote}
+    options |= {"weights_only": not (source.how.trust_pickle and source.unsafe), "trust_remote_code": remote}
     options["ignore_mismatched_sizes"] = True  # they are told of in `info`, and raised for here
     notes: list[str] = []
-    assert form.path is not None, form
     try:
-        with weighed(form.name, form.path):
-            module, info = found.from_pretrained(form.path, **options)
+        with weighed(source.name, source.file):
+            module, info = found.from_pretrained(source.file, **options)
             if _lacks_pooler(module, info["missing_keys"]):
-                module, info = found.from_pretrained(form.path, add_pooling_layer=False, **options)
+                module, info = found.from_pretrained(source.file, add_pooling_layer=False, **options)
                 notes.append("built without the pooler, which the checkpoint does not hold")
     except LnrewriteError:
         raise
     except Exception as error:  # safetensors, pickle, shape and file errors of three libraries
-        raise damaged(form.name, f"transformers could not load it: {told(error)}") from error
+        raise damaged(source.name, f"transformers could not load it: {told(error)}") from error
     for key, there, wanted in sorted(info["mismatched_keys"]):
-        raise _misfit(form, f"{key} is {list(there)} in the checkpoint, and {list(wanted)} by its config")
+        raise _misfit(source, f"{key} is {list(there)} in the checkpoint, and {list(wanted)} by its config")
     if missing := sorted(info["missing_keys"]):
-        raise _misfit(form, f"{len(missing)} weights are missing from the checkpoint: {listed(missing)}")
+        raise _misfit(source, f"{len(missing)} weights are missing from the checkpoint: {listed(missing)}")
     if unexpected := sorted(info["unexpected_keys"]):
         used = f"are not used by {type(module).__name__}"
         notes.append(f"{len(unexpected)} weights of the checkpoint {used}: {listed(unexpected)}")
@@ -142,6 +136,6 @@ def _lacks_pooler(module: torch.nn.Module, missing: Iterable[str]) -> bool:
     return optional and bool(keys) and all(".pooler." in f".{key}" for key in keys)
 
 
-def _misfit(form: Form, why: str) -> LnrewriteError:
+def _misfit(source: Source, why: str) -> LnrewriteError:
     remedy = "check `architectures` in config.json against the weights"
-    return LnrewriteError(Code.LN016, f"model {form.name!r}", why, remedy)
+    return LnrewriteError(Code.LN016, f"model {source.name!r}", why, remedy)

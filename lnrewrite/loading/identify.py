@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import re
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +14,7 @@ from .archives import program_hazards
 from .configs import read_config
 from .foreign import LIMIT, Foreign, astray, read_file, safetensors_header
 from .pickles import LEGACY_MAGIC, Damaged, unsafe_names
+from .source import Format, OpenOptions, Source
 
 _ONNX_FIELDS = {*range(1, 9), 14, 20, 25, 26}  # ModelProto
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -28,50 +27,24 @@ _OTHER = {
 }
 
 
-class Format(enum.StrEnum):
-    """Name the forms a MODEL may have; a `pickle` needs more than tensors to load, whatever it holds."""
-
-    PROGRAM = "program"
-    STATE_DICT = "state_dict"
-    PICKLE = "pickle"
-    TORCHSCRIPT = "torchscript"
-    SAFETENSORS = "safetensors"
-    ONNX = "onnx"
-    TRANSFORMERS = "transformers"
-    CALLABLE = "callable"
-    DEMO = "demo"
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Describe what a MODEL is: its format, its path (None where it is a name), and what loading it would run.
-
-    `unsafe` holds the `module.name`s and other hazards that only --trust-pickle allows; empty for plain weights.
-    `name` is the MODEL as it was given.
-    """
-
-    format: Format
-    name: str
-    path: Path | None = None
-    unsafe: tuple[str, ...] = ()
-
-
-def identify(model: str) -> Form:
+def identify(model: str, how: OpenOptions | None = None) -> Source:
     """Return what `model`, a path or a name, is: reads magic bytes, zip members, headers and pickle operations only.
 
+    `how` says how it may be opened; it goes along.
     Raises LnrewriteError: LN010 nothing of that name, LN011 none of the forms, LN015 damaged, LN028 a transformers
     folder whose files lead out of it.
     """
+    how = how or OpenOptions()
     if model.startswith("demo:"):
-        return Form(Format.DEMO, model)
+        return Source(Format.DEMO, model, how=how)
     path = named_path(model)
     try:
         if path.is_dir():
-            return _folder(model, path)
+            return Source(Format.TRANSFORMERS, model, path, _folder(model, path), how)
         if path.is_file():
             with path.open("rb") as stream:
                 found, unsafe = _file(model, path, stream)
-            return Form(found, model, path, unsafe)
+            return Source(found, model, path, unsafe, how)
         if path.exists():
             raise not_a_model(model, "it is neither a regular file nor a folder")
     except (Damaged, Foreign) as error:
@@ -80,7 +53,7 @@ def identify(model: str) -> Form:
         why = f"it cannot be read: {error.strerror or error}"
         raise LnrewriteError(Code.LN010, f"model {model!r}", why, "check the path and its permissions") from error
     if _REFERENCE.fullmatch(model):
-        return Form(Format.CALLABLE, model)
+        return Source(Format.CALLABLE, model, how=how)
     raise LnrewriteError(Code.LN010, f"model {model!r}", "there is no such file or folder", _nearest(path))
 
 
@@ -206,8 +179,8 @@ def _varint(stream: IO[bytes]) -> int | None:
     return None
 
 
-def _folder(model: str, folder: Path) -> Form:
-    """Return whether a folder is a transformers checkpoint, and that what would be read of it lies inside."""
+def _folder(model: str, folder: Path) -> tuple[str, ...]:
+    """Check that a folder is a transformers checkpoint, all of it inside; return what loading it would run."""
     config = folder / "config.json"
     if not config.is_file():
         raise not_a_model(model, "the folder holds no config.json, so it is no transformers checkpoint")
@@ -218,7 +191,7 @@ def _folder(model: str, folder: Path) -> Form:
     content = read_config(folder)
     if not {"model_type", "architectures", "auto_map"} & set(content):
         raise not_a_model(model, "its config.json names no model_type, so it is no transformers checkpoint")
-    return Form(Format.TRANSFORMERS, model, folder, _folder_pickles(folder))
+    return _folder_pickles(folder)
 
 
 def _check_inside(model: str, folder: Path, roots: list[Path]) -> None:

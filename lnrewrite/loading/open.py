@@ -1,4 +1,4 @@
-"""Open a MODEL: a path or a name becomes a torch module in eval mode, or an exported program. See `forms.identify`."""
+"""Open a MODEL: a path or a name becomes a torch module in eval mode, or an exported program. See `identify`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Code, LnrewriteError, Untrusted, code_of_others, did_you_mean, told
+from ..errors import Code, LnrewriteError, code_of_others, did_you_mean, told
 from ..quiet import quiet
-from .identify import Form, Format, damaged, identify, listed, not_a_model
+from .identify import damaged, listed, not_a_model
 from .pickles import Damaged, check_built
+from .source import Factory, Format, Source
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _OUTPUT = re.compile(
     rb'"type\\*": \\*"(transformers(?:\.\w+)*\.(?:modeling_\w+|cache_utils)\.\w+)\\*"'
 )  # in JSON that stands as a string in JSON
-Factory = str | Callable[[], Any]
 State = dict[str, "torch.Tensor"]
 
 _WRAPPERS = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
@@ -52,27 +51,17 @@ class Opened:
     notes: tuple[str, ...] = ()
 
 
-def open_module(
-    model: str, *, factory: Factory | None = None, trust_pickle: bool = False, trust_remote_code: bool = False
-) -> Opened:
-    """Open `model` on the CPU, whatever form `identify` finds it to be.
+def open_module(source: Source) -> Opened:
+    """Open what `identify` found, on the CPU.
 
-    `factory` builds the network that a file of weights belongs to: `pkg.module:callable` or a callable without
-    arguments. Raises LnrewriteError LN001, LN010 to LN019, LN028, LN029 or LN032; nothing that a file names is run
-    unless it is trusted.
+    Raises LnrewriteError LN001, LN010 to LN019, LN028, LN029 or LN032; nothing that a file names is run unless it is
+    trusted.
     """
-    form = identify(model)
-    if form.unsafe and not trust_pickle:
-        raise Untrusted(f"model {model!r}", form.unsafe)
-    if form.format is Format.TRANSFORMERS:
-        opened = _open_folder(form, trust_pickle, trust_remote_code)
-    elif form.format in (Format.STATE_DICT, Format.SAFETENSORS, Format.PICKLE):
-        opened = _open_weights(form, factory, trust_pickle)
-    else:
-        opened = _OPENERS[form.format](form)
+    source.check_trusted()
+    opened = _OPENERS[source.format](source)
     if opened.module is not None:
         opened.module.eval()
-    return replace(opened, path=None if form.path is None else str(form.path))
+    return replace(opened, path=None if source.path is None else str(source.path))
 
 
 def import_object(reference: str, code: Code = Code.LN019) -> Any:
@@ -122,9 +111,9 @@ def build(factory: Factory) -> tuple[torch.nn.Module, dict[str, Any] | None]:
 
 def _failed(name: str, why: str, code: Code = Code.LN019, remedy: str = "") -> LnrewriteError:
     default = "name a callable without arguments that returns a torch.nn.Module"
-    what = "data" if code == Code.LN022 else "factory"
+    what = "data" if code is Code.LN022 else "factory"
     return LnrewriteError(
-        code, f"{what} {name!r}", why, remedy or (default if code == Code.LN019 else "check the name")
+        code, f"{what} {name!r}", why, remedy or (default if code is Code.LN019 else "check the name")
     )
 
 
@@ -133,70 +122,56 @@ def _torchscript(model: str) -> LnrewriteError:
     return LnrewriteError(Code.LN014, f"model {model!r}", "it is TorchScript, which is not read", remedy)
 
 
-def _open_callable(form: Form) -> Opened:
-    module, inputs = build(form.name)
-    return Opened(form.format, module, inputs=inputs)
+def _open_callable(source: Source) -> Opened:
+    module, inputs = build(source.name)
+    return Opened(source.format, module, inputs=inputs)
 
 
-def _open_demo(form: Form) -> Opened:
+def _open_demo(source: Source) -> Opened:
     from .. import demo
 
-    name = form.name.removeprefix("demo:")
+    name = source.name.removeprefix("demo:")
     if name not in demo.NAMES:
         hint = did_you_mean(name, demo.NAMES)
         raise LnrewriteError(Code.LN001, f"demo model {name!r}", "there is no such demo model", hint)
-    return Opened(form.format, demo.load(name))
+    return Opened(source.format, demo.load(name))
 
 
-def _open_program(form: Form) -> Opened:
+def _open_program(source: Source) -> Opened:
     """Load a torch.export archive; torch's own unpickling is held to tensors unless the archive was trusted."""
     import torch
 
-    _know_outputs(form)
+    _know_outputs(source)
     try:
-        limit = _environment("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None if form.unsafe else "1")
-        with limit, quiet("torch"), _path_of(form).open("rb") as stream:  # torch wants .pt2 of a path, not of a stream
+        limit = _environment("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None if source.unsafe else "1")
+        with limit, quiet("torch"), source.file.open("rb") as stream:  # torch wants .pt2 of a path, not of a stream
             program = torch.export.load(stream)
     except Exception as error:  # torch raises whatever the content leads to
         why = told(error).replace("Please check the warnings above for possible errors.", "With -v torch tells more.")
-        raise damaged(form.name, f"torch.export.load failed with {why.strip()}") from error
-    args, kwargs = _built(form, program.example_inputs or ((), {}))
-    return Opened(form.format, program=program, inputs=dict(kwargs) if kwargs and not args else None)
+        raise damaged(source.name, f"torch.export.load failed with {why.strip()}") from error
+    args, kwargs = _built(source, program.example_inputs or ((), {}))
+    return Opened(source.format, program=program, inputs=dict(kwargs) if kwargs and not args else None)
 
 
-def _know_outputs(form: Form) -> None:
+def _know_outputs(source: Source) -> None:
     """Import the transformers modules whose output classes the program returns, for torch.export.load needs them."""
-    with zipfile.ZipFile(_path_of(form)) as archive:
+    with zipfile.ZipFile(source.file) as archive:
         models = [archive.read(n) for n in archive.namelist() if n.endswith(".json") and "/models/" in f"/{n}"]
     for name in sorted({n.decode() for model in models for n in _OUTPUT.findall(model)}):
         try:
             importlib.import_module(name.rpartition(".")[0])
         except ImportError as error:
             why, remedy = f"the program returns a {name}", "pip install transformers (or lnrewrite[hf])"
-            raise LnrewriteError(Code.LN018, f"model {form.name!r}", why, remedy) from error
+            raise LnrewriteError(Code.LN018, f"model {source.name!r}", why, remedy) from error
 
 
-def _open_torchscript(form: Form) -> Opened:
-    raise _torchscript(form.name)
+def _open_torchscript(source: Source) -> Opened:
+    raise _torchscript(source.name)
 
 
-def _open_onnx(form: Form) -> Opened:
+def _open_onnx(source: Source) -> Opened:
     why = "an ONNX file holds a graph, not a torch module"
-    raise LnrewriteError(Code.LN032, f"model {form.name!r}", why, "open it with lnrewrite.load")
-
-
-_OPENERS: dict[Format, Callable[[Form], Opened]] = {
-    Format.CALLABLE: _open_callable,
-    Format.DEMO: _open_demo,
-    Format.PROGRAM: _open_program,
-    Format.TORCHSCRIPT: _open_torchscript,
-    Format.ONNX: _open_onnx,
-}
-
-
-def _path_of(form: Form) -> Path:
-    assert form.path is not None, form
-    return form.path
+    raise LnrewriteError(Code.LN032, f"model {source.name!r}", why, "open it with lnrewrite.load")
 
 
 @contextlib.contextmanager
@@ -212,70 +187,73 @@ def _environment(name: str, value: str | None) -> Iterator[None]:
             os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
-def _open_weights(form: Form, factory: Factory | None, trust_pickle: bool) -> Opened:
+def _open_weights(source: Source) -> Opened:
     """Load a file of weights into what the factory builds, or a trusted pickled module as it is."""
     import torch
 
-    held = _read_safetensors(form) if form.format is Format.SAFETENSORS else _read_pickle(form, trust_pickle)
+    factory = source.how.factory
+    held = _read_safetensors(source) if source.format is Format.SAFETENSORS else _read_pickle(source)
     if isinstance(held, Mapping) and not _is_state(held):
-        held = _unwrap(form, held)
+        held = _unwrap(source, held)
     if isinstance(held, torch.jit.ScriptModule):
-        raise _torchscript(form.name)
+        raise _torchscript(source.name)
     if isinstance(held, torch.nn.Module):
         if factory is None:
-            return Opened(form.format, held)
+            return Opened(source.format, held)
         held = held.state_dict()
     if not isinstance(held, Mapping):
-        raise not_a_model(form.name, f"the file holds a {type(held).__name__}, neither weights nor a module")
+        raise not_a_model(source.name, f"the file holds a {type(held).__name__}, neither weights nor a module")
     if factory is None:
         why = f"the file holds {len(held)} weights without the network they belong to"
         remedy = "give --factory pkg.module:callable that returns the module"
-        raise LnrewriteError(Code.LN013, f"model {form.name!r}", why, remedy)
+        raise LnrewriteError(Code.LN013, f"model {source.name!r}", why, remedy)
     module, inputs = build(factory)
-    notes = load_weights(form.name, module, dict(held))
-    return Opened(form.format, module, inputs=inputs, notes=notes)
+    notes = load_weights(source.name, module, dict(held))
+    return Opened(source.format, module, inputs=inputs, notes=notes)
 
 
-def _read_safetensors(form: Form) -> State:
+def _read_safetensors(source: Source) -> State:
     from safetensors.torch import load_file
 
     try:
-        return load_file(_path_of(form))
+        return load_file(source.file)
     except Exception as error:  # SafetensorError, or what a dtype that torch lacks raises
-        raise damaged(form.name, told(error)) from error
+        raise damaged(source.name, told(error)) from error
 
 
-def _read_pickle(form: Form, trust_pickle: bool) -> Any:
+def _read_pickle(source: Source) -> Any:
     """Load what torch.save wrote: tensors alone, or whatever it holds where it must and may be unpickled."""
     import pickle
 
     import torch
 
     try:
-        if not form.unsafe:
+        if not source.unsafe:
             with contextlib.suppress(pickle.UnpicklingError), warnings.catch_warnings(action="ignore"):
-                return _built(form, torch.load(_path_of(form), map_location="cpu", weights_only=True))
-            if not trust_pickle:  # harmless names in a pickle that torch's restricted reader does not understand
+                return _built(source, torch.load(source.file, map_location="cpu", weights_only=True))
+            if (
+                not source.how.trust_pickle
+            ):  # harmless names in a pickle that torch's restricted reader does not understand
                 why = "torch cannot read it without unpickling (another pickle protocol, or unusual content)"
                 remedy = "save it with torch.save's default protocol, or trust the file with --trust-pickle"
-                raise LnrewriteError(Code.LN012, f"model {form.name!r}", why, remedy)
+                raise LnrewriteError(Code.LN012, f"model {source.name!r}", why, remedy)
         _import_from_here()
-        return torch.load(_path_of(form), map_location="cpu", weights_only=False)
+        return torch.load(source.file, map_location="cpu", weights_only=False)
     except LnrewriteError:
         raise
     except (RuntimeError, EOFError, OSError) as error:
-        raise damaged(form.name, f"torch.load failed with {told(error)}") from error
+        raise damaged(source.name, f"torch.load failed with {told(error)}") from error
     except Exception as error:  # a pickle's own code may raise anything
         remedy = "run where its code is importable, or save the weights alone and give --factory"
-        raise LnrewriteError(Code.LN029, f"model {form.name!r}", told(error), remedy) from error
+        raise LnrewriteError(Code.LN029, f"model {source.name!r}", told(error), remedy) from error
 
 
-def _built(form: Form, held: Any) -> Any:
+def _built(source: Source, held: Any) -> Any:
     """Return what was read, its tensors made of what the file holds. Raises LN015."""
     try:
         check_built(held)
     except Damaged as error:
-        raise damaged(form.name, str(error)) from error
+        raise damaged(source.name, str(error)) from error
     return held
 
 
@@ -286,7 +264,7 @@ def _is_state(held: Mapping[Any, Any]) -> bool:
     return bool(held) and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in held.items())
 
 
-def _unwrap(form: Form, held: Mapping[Any, Any]) -> Any:
+def _unwrap(source: Source, held: Mapping[Any, Any]) -> Any:
     """Take the one entry of a training checkpoint that holds the weights, or the module. Raises LN011."""
     import torch
 
@@ -294,7 +272,7 @@ def _unwrap(form: Form, held: Mapping[Any, Any]) -> Any:
     found = [e for e in entries if isinstance(e, torch.nn.Module) or isinstance(e, Mapping) and _is_state(e)]
     if len(found) != 1:
         why = f"the file holds a dict of {listed(map(str, held)) or 'nothing'}, in which the weights are not to be told"
-        raise not_a_model(form.name, why)
+        raise not_a_model(source.name, why)
     return found[0]
 
 
@@ -341,10 +319,23 @@ def _untied(state: State, keys: list[str]) -> list[str]:
     return [k for k in keys[1:] if not state[k].equal(state[keys[0]])]
 
 
-def _open_folder(form: Form, trust_pickle: bool, trust_remote_code: bool) -> Opened:
+def _open_folder(source: Source) -> Opened:
     from .checkpoint import open_folder
     from .transformers import tokenizer_in
 
-    module, notes = open_folder(form, trust_pickle=trust_pickle, trust_remote_code=trust_remote_code)
-    tokenizer = tokenizer_in(_path_of(form), trust_remote_code)
-    return Opened(form.format, module, tokenizer=tokenizer, notes=notes)
+    module, notes = open_folder(source)
+    tokenizer = tokenizer_in(source.file, source.how.trust_remote_code)
+    return Opened(source.format, module, tokenizer=tokenizer, notes=notes)
+
+
+_OPENERS: dict[Format, Callable[[Source], Opened]] = {
+    Format.CALLABLE: _open_callable,
+    Format.DEMO: _open_demo,
+    Format.PROGRAM: _open_program,
+    Format.STATE_DICT: _open_weights,
+    Format.SAFETENSORS: _open_weights,
+    Format.PICKLE: _open_weights,
+    Format.TRANSFORMERS: _open_folder,
+    Format.TORCHSCRIPT: _open_torchscript,
+    Format.ONNX: _open_onnx,
+}

@@ -15,7 +15,8 @@ from ..errors import Code, LnrewriteError
 from ..recipe.modeling import written_by_us
 from .configs import code_named, read_config
 from .foreign import read_file
-from .identify import Form, listed
+from .identify import listed
+from .source import Source
 from .weighing import check_counts
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
@@ -48,27 +49,26 @@ def closed() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def library(form: Form, trust_remote_code: bool) -> Iterator[tuple[Any, dict[str, Any], bool]]:
+def library(source: Source) -> Iterator[tuple[Any, dict[str, Any], bool]]:
     """Give transformers, a folder's checked config.json, and whether code of the folder is run.
 
     Raises LnrewriteError LN016 for a config that asks for too much, LN017 for code that is not trusted, LN018 without
     transformers, LN028 for code of another repository.
     """
-    assert form.path is not None, form
-    content = read_config(form.path)
+    content = read_config(source.file)
     code = code_named(content)
-    if code and not trust_remote_code and not _ours(form.path, content, code):
+    if code and not source.how.trust_remote_code and not _ours(source.file, content, code):
         why = f"its config names code to run: {listed(code)}"
-        raise LnrewriteError(Code.LN017, f"model {form.name!r}", why, "read that code, then give --trust-remote-code")
+        raise LnrewriteError(Code.LN017, f"model {source.name!r}", why, "read that code, then give --trust-remote-code")
     if elsewhere := [name for name in code if "--" in name]:
         why = f"its code is in another repository: {listed(elsewhere)}"
-        raise LnrewriteError(Code.LN028, f"model {form.name!r}", why, "copy the code into the folder")
-    check_counts(form.name, content)
+        raise LnrewriteError(Code.LN028, f"model {source.name!r}", why, "copy the code into the folder")
+    check_counts(source.name, content)
     try:
         import transformers  # noqa: F401
     except ImportError as error:
         remedy = "pip install transformers (or lnrewrite[hf])"
-        raise LnrewriteError(Code.LN018, f"model {form.name!r}", "it is a transformers checkpoint", remedy) from error
+        raise LnrewriteError(Code.LN018, f"model {source.name!r}", "it is a transformers checkpoint", remedy) from error
     with closed() as found:
         yield found, content, bool(code)
 

@@ -23,7 +23,8 @@ from ..backends.onnx.inputs import dynamic_axes
 from ..backends.onnx.session import OnnxModule
 from ..errors import Code, LnrewriteError
 from ..kernels.library import DOMAIN, register
-from ..loading.identify import Format, identify
+from ..loading.identify import identify
+from ..loading.source import Format
 from ..models.onnx_program import OnnxProgram
 from .sessions import PROVIDERS, check_target, does_not_run
 from .timings import Benchmark, Spread, Timing

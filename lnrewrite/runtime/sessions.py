@@ -10,7 +10,8 @@ import onnxruntime
 
 from ..errors import Code, LnrewriteError, unknown
 from ..kernels.library import DOMAIN, register
-from ..loading.identify import Format, identify
+from ..loading.identify import identify
+from ..loading.source import Format
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 

@@ -1,0 +1,75 @@
+"""A MODEL as it was found at the door: what it is, and how it may be opened. Everything behind the door takes one."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import Untrusted
+
+Factory = str | Callable[[], Any]
+
+
+class Format(enum.StrEnum):
+    """Name the forms a MODEL may have; a `pickle` needs more than tensors to load, whatever it holds."""
+
+    PROGRAM = "program"
+    STATE_DICT = "state_dict"
+    PICKLE = "pickle"
+    TORCHSCRIPT = "torchscript"
+    SAFETENSORS = "safetensors"
+    ONNX = "onnx"
+    TRANSFORMERS = "transformers"
+    CALLABLE = "callable"
+    DEMO = "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOptions:
+    """Hold how a MODEL may be opened: what the commands that read one share.
+
+    factory: what builds the network of a file of weights, `pkg.module:callable` or a callable without arguments.
+    inputs: example inputs by name or position, or `--input` specifications (strings); None infers them.
+    """
+
+    factory: Factory | None = None
+    trust_pickle: bool = False
+    trust_remote_code: bool = False
+    inputs: Mapping[str, Any] | Sequence[Any] | None = None
+    device: str = "cpu"
+    seed: int = 0
+
+    @property
+    def specifications(self) -> list[str]:
+        """Return the `--input` specifications, none where inputs were given as values, or not at all."""
+        given = [] if self.inputs is None or isinstance(self.inputs, Mapping) else list(self.inputs)
+        return given if all(isinstance(item, str) for item in given) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Describe what a MODEL is: its format, its path (None where it is a name), and what loading it would run.
+
+    `name` is the MODEL as it was given; `unsafe` holds the `module.name`s and other hazards that only --trust-pickle
+    allows, empty for plain weights; `how` says how it may be opened. `identify` makes one.
+    """
+
+    format: Format
+    name: str
+    path: Path | None = None
+    unsafe: tuple[str, ...] = ()
+    how: OpenOptions = OpenOptions()
+
+    @property
+    def file(self) -> Path:
+        """Return where the file or folder lies, of a MODEL that is one."""
+        assert self.path is not None, self
+        return self.path
+
+    def check_trusted(self) -> None:
+        """Raise Untrusted (LN012) where loading would run code that nobody trusted."""
+        if self.unsafe and not self.how.trust_pickle:
+            raise Untrusted(f"model {self.name!r}", self.unsafe)

@@ -1,0 +1,53 @@
+"""What is asked of a model: a pipeline and how it is run, one value from the door to the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Code, LnrewriteError
+from ..quiet import LOGGER
+from .driver import Pipeline, Result
+from .protocols import Batch, M
+from .report import Report
+
+BatchReader = Callable[[Any], Iterable[Batch] | None]
+"""What reads calibration batches for a program."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Hold a pipeline and how it is run: see `Pipeline.run`. `data` is what the report calls what `read` gives.
+
+    `lenient`, of presets: edit what can be edited; to edit nothing, for refusals, is an error.
+    """
+
+    pipeline: Pipeline
+    read: BatchReader | None = None
+    data: str | None = None
+    partial: bool = False
+    lenient: bool = False
+    verify: bool = True
+    accept_fixed_paths: bool = False
+    seed: int = 0
+
+    def run(self, program: M, *, consume: bool = False) -> Result[M]:
+        """Run the pipeline on a program. Raises Refused, Unproved, and what `Pipeline.run` raises."""
+        batches = self.read(program) if self.read else None
+        told: dict[str, Any] = {"data": self.data, "progress": LOGGER.info, "verify": self.verify, "consume": consume}
+        return self.pipeline.run(program, batches, self.partial or self.lenient, self.seed, **told)
+
+    def check(self, model: str, report: Report) -> None:
+        """Raise LnrewriteError where a result is not to be written: LN033, or a preset that could edit nothing."""
+        check_paths(model, report.fixed_paths, self.accept_fixed_paths)
+        if self.lenient and report.refusals and not report.edits:
+            raise LnrewriteError.of(report.refusals[0])
+
+
+def check_paths(model: str, fixed: Sequence[str], accept: bool) -> None:
+    """Raise LN033 where a capture fixed what the model chooses by its data, and nobody said that this will do."""
+    if fixed and not accept:
+        why = f"it chooses its path by its data, and the capture follows one: {fixed[0]}"
+        remedy = "give --accept-fixed-paths if inputs that take another path never come, or use torch.where"
+        raise LnrewriteError(Code.LN033, f"model {model!r}", why, remedy)

@@ -1,0 +1,110 @@
+"""A MODEL is identified once, at the door; files are rewritten from Python as from the command line; logs are quiet."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import lnrewrite as lnr
+from lnrewrite.cli import main
+from lnrewrite.loading import identify
+
+
+class Net(nn.Module):
+    """A residual network of two blocks with LayerNorm before each branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.maps = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, linear in zip(self.norms, self.maps, strict=True):
+            x = x + linear(norm(x))
+        return x
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    module = Net()
+    for norm in module.norms:
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+    lnr.capture(module, (torch.randn(2, 8),)).save("net.pt2")
+    return "net.pt2"
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect the files that are looked at to see what they are."""
+    seen: list[str] = []
+    look = identify._file
+
+    def counted(name: str, *rest: Any) -> Any:
+        seen.append(name)
+        return look(name, *rest)
+
+    monkeypatch.setattr(identify, "_file", counted)
+    return seen
+
+
+def run(*words: str) -> None:
+    done = CliRunner().invoke(main, list(words))
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("command", "models"),
+    [
+        (("inspect", "net.pt2"), 1),
+        (("opt", "net.pt2", "--preset", "exact", "-o", "out.pt2"), 1),
+        (("convert", "net.pt2", "--to", "peri", "-o", "out.pt2"), 1),
+        (("export", "net.pt2", "--target", "generic", "-o", "out.onnx"), 1),
+        (("verify", "net.pt2", "net.pt2"), 2),
+    ],
+)
+def test_a_model_is_identified_once(command: tuple[str, ...], models: int, model: str, looks: list[str]) -> None:
+    run(*command)
+    assert looks == [model] * models
+
+
+def test_a_file_is_rewritten_from_python_as_from_the_command_line(model: str) -> None:
+    run("opt", model, "--preset", "exact", "-o", "one.pt2")
+    report = lnr.rewrite_file(model, "exact", "two")
+    assert report.output == "two.pt2" and report.edits == 4
+    assert Path("one.pt2").read_bytes() == Path("two.pt2").read_bytes()
+    assert lnr.rewrite_file(model, "fold-affine", None).output is None
+    with pytest.raises(lnr.LnrewriteError, match="LN025"):
+        lnr.rewrite_file(model, "exact", "two.pt2")
+    batches = [{"x": torch.randn(2, 8)} for _ in range(4)]
+    report = lnr.rewrite_file(model, "place{to=peri}", "peri.pt2", calibrate=iter(batches))
+    assert report.placement_after == "peri" and report.drift is not None
+
+
+def test_as_a_library_it_is_silent_and_its_log_tells_how_far_it_is(
+    model: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    lnr.rewrite_file(model, "exact", "quiet.pt2")
+    assert capfd.readouterr() == ("", "")
+    with caplog.at_level(logging.INFO, logger="lnrewrite"):
+        lnr.rewrite_file(model, "exact", "told.pt2")
+    assert [r.getMessage() for r in caplog.records if r.name == "lnrewrite"] == [
+        "capturing net.pt2", "1/2 canonicalize", "2/2 fold-affine", "writing told.pt2",
+    ]  # fmt: skip
+
+
+def test_warnings_of_a_command_are_lines_on_stderr(model: str) -> None:
+    done = CliRunner().invoke(main, ["opt", model, "--preset", "exact", "--no-verify", "-o", "bare"])
+    assert done.exit_code == 0
+    assert done.stderr.splitlines() == [
+        "warning: nothing shows that bare.pt2 computes what net.pt2 does",
+        "note: bare has no suffix: it is written as bare.pt2",
+    ]
+    assert not logging.getLogger("lnrewrite").handlers[1:]  # the command's handler went with it
