@@ -10,7 +10,7 @@ import numpy as np
 
 from ..detect.arithmetic import evaluate
 from ..detect.graph import OpGraph
-from ..detect.norms import unit
+from ..detect.proving import unit
 from ..errors import Code, LnrewriteError
 from ..ir import (
     Affine,

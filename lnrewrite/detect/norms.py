@@ -11,22 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ..errors import Code, Refusal
 from ..ir import Kind, Norm
-from .arithmetic import Array, Unknown, closure, constants, run
+from .arithmetic import closure
 from .edges import parameter_behind
 from .graph import CASTS, Op, Operand, OpGraph
 from .lookalikes import lookalikes
 from .match import NormMatch
+from .proving import REDUCTIONS, Prover
 from .stored import dynamic_tanh, standardised, stored
 
 FUSED = {
     "layer_norm": Kind.LAYER, "rms_norm": Kind.RMS, "batch_norm": Kind.BATCH, "group_norm": Kind.GROUP,
     "instance_norm": Kind.INSTANCE,
 }  # fmt: skip
-REDUCTIONS = {"mean", "sum", "sum_square", "var", "std", "vector_norm"}
 STATISTIC = {
     "cast",
     "reshape",
@@ -43,9 +41,6 @@ STATISTIC = {
     "div",
     "clamp",
 }
-TOLERANCE = 1e-9
-CLAMPED = 1e-30
-"""The eps of a norm whose statistic is clamped from below: a row of zeros stays one, and others are not changed."""
 UNKNOWN = "it is left as it is; report this spelling if it is a norm that should be known"
 
 
@@ -54,12 +49,13 @@ def find_norms(graph: OpGraph) -> tuple[Mapping[str, NormMatch], tuple[Refusal, 
     found: dict[str, NormMatch] = {}
     misses: dict[str, str] = {}
     taken: set[str] = set()
+    prover = Prover(graph)
     for op in graph:
         if op.name in taken:
             continue
         core = _fused(graph, op)
         if core is None and op.kind in {"mul", "div"}:
-            core = stored(graph, op) or _decomposed(graph, op, misses)
+            core = stored(graph, op) or _decomposed(prover, op, misses)
         if core is None and op.kind == "tanh":
             core = dynamic_tanh(graph, op)
         if core is not None:
@@ -88,21 +84,6 @@ def stacked(graph: OpGraph, norms: Mapping[str, NormMatch]) -> dict[str, NormMat
             norm = replace(norm, norm=whole, source=below.source, members=below.members | inside)
         found[norm.output] = norm
     return found
-
-
-def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
-    """Return the unit-gain norm of rows x [rows, width] in float64.
-
-    variant: std 0 biased, 1 unbiased standard deviation; l2 0 max(|x|, eps), 1 |x| + eps, 2 sqrt(|x|^2 + eps).
-    """
-    centred = x - x.mean(-1, keepdims=True)
-    if kind in {Kind.LAYER, Kind.RMS}:
-        x = centred if kind is Kind.LAYER else x
-        return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + eps))
-    if kind is Kind.STD:
-        return np.asarray(centred / (x.std(-1, keepdims=True, ddof=variant) + eps))
-    length = np.sqrt((x**2).sum(-1, keepdims=True))
-    return np.asarray(x / (np.maximum(length, eps), length + eps, np.sqrt(length**2 + eps))[variant])
 
 
 def _fused(graph: OpGraph, op: Op) -> NormMatch | None:
@@ -168,9 +149,10 @@ def _sources(graph: OpGraph, name: str) -> Iterator[str]:
                 yield from _sources(graph, inner)
 
 
-def _decomposed(graph: OpGraph, op: Op, misses: dict[str, str]) -> NormMatch | None:
+def _decomposed(prover: Prover, op: Op, misses: dict[str, str]) -> NormMatch | None:
     if len(op.data) != 2:
         return None
+    graph = prover.graph
     pairs = [(op.inputs[0], op.inputs[1])] + ([(op.inputs[1], op.inputs[0])] if op.kind == "mul" else [])
     for value, statistic in pairs:
         if not (isinstance(value, str) and isinstance(statistic, str) and _statistic(graph, statistic)):
@@ -180,7 +162,7 @@ def _decomposed(graph: OpGraph, op: Op, misses: dict[str, str]) -> NormMatch | N
             ops = closure(graph, source, op.name)
             if ops is None or not graph.reaches(source, statistic):
                 continue
-            found, why = _prove(graph, source, op, ops)
+            found, why = prover.prove(source, op.name, ops)
             if found and set(_users(graph, ops)) <= {o.name for o in ops} | set(graph.users[op.name]):
                 return found
             leaking, best = leaking or found, best or why
@@ -194,85 +176,6 @@ def _decomposed(graph: OpGraph, op: Op, misses: dict[str, str]) -> NormMatch | N
 def _users(graph: OpGraph, ops: Iterable[Op]) -> Iterator[str]:
     for op in ops:
         yield from graph.users[op.name]
-
-
-def _reduced_axis(ops: list[Op], rank: int) -> int | None:
-    """Return the one axis that every reduction of a piece runs over, counted from the end, or None."""
-    reduced: list[Any] = [op.attrs["axes"] for op in ops if op.kind in REDUCTIONS and op.attrs["axes"]]
-    axes = {tuple(a - rank if a >= 0 else a for a in each) for each in reduced}
-    if len(axes) != 1 or len(only := axes.pop()) != 1:
-        return None
-    return int(only[0])
-
-
-def _prove(graph: OpGraph, source: str, op: Op, ops: list[Op]) -> tuple[NormMatch | None, str]:
-    """Run the piece on random data and match it with a norm; the second value says what did not fit."""
-    shape = graph[source].shape or ()
-    axis = _reduced_axis(ops, len(shape))
-    if axis is None or not (width := graph.width(source, axis)):
-        return None, "the reductions run over several axes, or over one of unknown size"
-    rng = np.random.default_rng(0)
-    parameters = {n: rng.normal(size=_numbers(graph[n].shape)) for n in constants(graph, ops)}
-    sizes = [d if isinstance(d, int) and i - len(shape) == axis else 2 + i for i, d in enumerate(shape)]
-    literal = [float(i) for o in ops for i in o.inputs if isinstance(i, (int, float)) and i]
-    x = rng.normal(size=sizes) * 0.7 + 0.3
-    tests = [x * 0.02, x, x * 3]
-    try:
-        outputs = [run(ops, {**parameters, source: t}, op.name) for t in tests]
-    except (Unknown, ValueError, TypeError, IndexError) as why:
-        return None, f"the piece cannot be run on its own ({why})"
-    if any(y.shape != t.shape for y, t in zip(outputs, tests, strict=True)):
-        return None, "the result has another shape than what is normalised"
-    rows = np.concatenate([np.moveaxis(t, axis, -1).reshape(-1, width) for t in tests])
-    wanted = np.concatenate([np.moveaxis(y, axis, -1).reshape(-1, width) for y in outputs])
-    for kind, eps, variant, factor in _candidates(literal, width):
-        gain = _fit(factor * unit(kind, rows, eps, variant), wanted)
-        if gain is None:
-            continue
-        if not eps:
-            with np.errstate(all="ignore"):
-                empty = run(ops, {**parameters, source: np.zeros_like(x)}, op.name)
-            eps = CLAMPED if np.isfinite(empty).all() else 0.0
-        norm = _describe(graph, Norm(kind, eps, factor=factor, axis=axis), gain, parameters)
-        if norm is None:
-            continue
-        return NormMatch(norm, source, op.name, frozenset(o.name for o in ops)), ""
-    small = sorted({i for i in literal if abs(i) < 0.5})
-    return None, f"not layer, rms, std or l2 with any eps of {small or 'none'}"
-
-
-def _numbers(shape: tuple[int | str, ...] | None) -> tuple[int, ...]:
-    return tuple(d if isinstance(d, int) else 1 for d in shape or ())
-
-
-def _candidates(literal: list[float], width: int) -> Iterator[tuple[Kind, float, int, float]]:
-    """Yield (kind, eps, variant, factor); a length over sqrt(width) with eps outside the root is an l2 norm too."""
-    eps = [*sorted({e for e in literal if 0 < e < 0.5}), 0.0]
-    root = next((r for i in literal for r in (i, 1 / i) if np.isclose(r, width**0.5, rtol=1e-6)), width**0.5)
-    yield from ((kind, e, 0, 1.0) for kind in (Kind.LAYER, Kind.RMS) for e in eps)
-    yield from ((Kind.STD, e, v, 1.0) for v in (0, 1) for e in eps)
-    yield from ((Kind.L2, e, v, 1.0) for v in (0, 1, 2) for e in eps)
-    yield from ((Kind.L2, e * root, v, root) for v in (0, 1) for e in eps)
-
-
-def _fit(core: Array, wanted: Array) -> Array | None:
-    """Return the gain [width] with wanted = gain * core, or None where there is none."""
-    gain = (core * wanted).sum(0) / np.maximum((core * core).sum(0), 1e-300)
-    wrong = np.abs(core * gain - wanted).max()
-    return gain if wrong <= TOLERANCE * max(1.0, float(np.abs(wanted).max())) else None
-
-
-def _describe(graph: OpGraph, norm: Norm, gain: Array, parameters: dict[str, Array]) -> Norm | None:
-    """Name the parameter that a fitted gain comes from; a constant gain of 1 needs none."""
-    for name, value in parameters.items():
-        flat = np.broadcast_to(value.reshape(-1), gain.shape) if value.size in (1, gain.size) else None
-        for plus in (0, 1):
-            if flat is not None and np.allclose(gain, flat + plus, rtol=1e-9):
-                parameter = parameter_behind(graph, name)
-                if value.size == gain.size and parameter:
-                    return replace(norm, gamma=parameter, plus_one=bool(plus))
-                return replace(norm, gamma=name, computed=True)
-    return norm if np.allclose(gain, 1, rtol=1e-9) else None
 
 
 def _with_affine(graph: OpGraph, core: NormMatch) -> NormMatch:

@@ -1,0 +1,178 @@
+"""Prove that a piece of graph is a norm: run it in float64 on random data and compare it with every kind of norm.
+
+A model spells its norms in one or two ways and holds hundreds of them: a spelling is run once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..ir import Kind, Norm
+from .arithmetic import Array, Unknown, constants, run
+from .edges import parameter_behind
+from .graph import Op, Operand, OpGraph
+from .match import NormMatch
+
+REDUCTIONS = {"mean", "sum", "sum_square", "var", "std", "vector_norm"}
+"""Operators that a statistic is computed by."""
+TOLERANCE = 1e-9
+CLAMPED = 1e-30
+"""The eps of a norm whose statistic is clamped from below: a row of zeros stays one, and others are not changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Describe the gain that a piece was found to have: which of its constants, as it is or plus one."""
+
+    constant: int
+    plus_one: bool
+    per_channel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Hold what running a piece gave: a norm, with its gain where it has one; or why it is none."""
+
+    norm: Norm | None
+    gain: Gain | None = None
+    why: str = ""
+
+
+class Prover:
+    """Prove pieces of one graph; the verdict on a spelling holds wherever it stands."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self._verdicts: dict[Hashable, Verdict] = {}
+
+    def prove(self, source: str, end: str, ops: Sequence[Op]) -> tuple[NormMatch | None, str]:
+        """Return the norm of `source` that the ops compute, or None and what does not fit."""
+        held = constants(self.graph, ops)
+        spelling = _spelling(self.graph, source, ops, held)
+        if spelling not in self._verdicts:
+            self._verdicts[spelling] = _verdict(self.graph, source, end, ops, held)
+        verdict = self._verdicts[spelling]
+        norm, gain = verdict.norm, verdict.gain
+        if norm is None:
+            return None, verdict.why
+        if gain:
+            name = held[gain.constant]
+            parameter = parameter_behind(self.graph, name) if gain.per_channel else None
+            stored, computed = replace(norm, gamma=parameter, plus_one=False), replace(norm, gamma=name, computed=True)
+            norm = replace(stored, plus_one=gain.plus_one) if parameter else computed
+        return NormMatch(norm, source, end, frozenset(op.name for op in ops)), ""
+
+
+def _spelling(graph: OpGraph, source: str, ops: Sequence[Op], held: Sequence[str]) -> Hashable:
+    """Return what a piece computes without its names: equal spellings compute the same."""
+    places: dict[str, Hashable] = {name: ("constant", i, graph[name].shape) for i, name in enumerate(held)}
+    places |= {op.name: ("op", i) for i, op in enumerate(ops)}
+    places[source] = ("source", graph[source].shape)
+
+    def place(operand: Operand) -> Hashable:
+        return places[operand] if isinstance(operand, str) else ("number", operand)
+
+    return tuple((op.kind, tuple(map(place, op.inputs)), _plain(op.attrs), op.shape) for op in ops)
+
+
+def _plain(value: object) -> Hashable:
+    """Return an attribute's value as one that can be compared and hashed; what is not plain data is only itself."""
+    if isinstance(value, Mapping):
+        return tuple((key, _plain(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, (str, int, float, type(None))) else ("object", id(value))
+
+
+def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
+    """Return the unit-gain norm of rows x [rows, width] in float64.
+
+    variant: std 0 biased, 1 unbiased standard deviation; l2 0 max(|x|, eps), 1 |x| + eps, 2 sqrt(|x|^2 + eps).
+    """
+    centred = x - x.mean(-1, keepdims=True)
+    if kind in {Kind.LAYER, Kind.RMS}:
+        x = centred if kind is Kind.LAYER else x
+        return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + eps))
+    if kind is Kind.STD:
+        return np.asarray(centred / (x.std(-1, keepdims=True, ddof=variant) + eps))
+    length = np.sqrt((x**2).sum(-1, keepdims=True))
+    return np.asarray(x / (np.maximum(length, eps), length + eps, np.sqrt(length**2 + eps))[variant])
+
+
+def _reduced_axis(ops: Sequence[Op], rank: int) -> int | None:
+    """Return the one axis that every reduction of a piece runs over, counted from the end, or None."""
+    reduced: list[Any] = [op.attrs["axes"] for op in ops if op.kind in REDUCTIONS and op.attrs["axes"]]
+    axes = {tuple(a - rank if a >= 0 else a for a in each) for each in reduced}
+    if len(axes) != 1 or len(only := axes.pop()) != 1:
+        return None
+    return int(only[0])
+
+
+def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Sequence[str]) -> Verdict:
+    """Run a piece on random data and match it with a norm."""
+    shape = graph[source].shape or ()
+    axis = _reduced_axis(ops, len(shape))
+    if axis is None or not (width := graph.width(source, axis)):
+        return Verdict(None, why="the reductions run over several axes, or over one of unknown size")
+    rng = np.random.default_rng(0)
+    parameters = {n: rng.normal(size=_sizes(graph[n].shape)) for n in held}
+    sizes = [d if isinstance(d, int) and i - len(shape) == axis else 2 + i for i, d in enumerate(shape)]
+    literal = [float(i) for o in ops for i in o.inputs if isinstance(i, (int, float)) and i]
+    x = rng.normal(size=sizes) * 0.7 + 0.3
+    tests = [x * 0.02, x, x * 3]
+    try:
+        outputs = [run(ops, {**parameters, source: t}, end) for t in tests]
+    except (Unknown, ValueError, TypeError, IndexError) as why:
+        return Verdict(None, why=f"the piece cannot be run on its own ({why})")
+    if any(y.shape != t.shape for y, t in zip(outputs, tests, strict=True)):
+        return Verdict(None, why="the result has another shape than what is normalised")
+    rows = np.concatenate([np.moveaxis(t, axis, -1).reshape(-1, width) for t in tests])
+    wanted = np.concatenate([np.moveaxis(y, axis, -1).reshape(-1, width) for y in outputs])
+    for kind, eps, variant, factor in _candidates(literal, width):
+        fitted = _fit(factor * unit(kind, rows, eps, variant), wanted)
+        if fitted is None:
+            continue
+        if not eps:
+            with np.errstate(all="ignore"):
+                empty = run(ops, {**parameters, source: np.zeros_like(x)}, end)
+            eps = CLAMPED if np.isfinite(empty).all() else 0.0
+        gain = _gain(fitted, [parameters[n] for n in held])
+        if gain or np.allclose(fitted, 1, rtol=1e-9):
+            return Verdict(Norm(kind, eps, factor=factor, axis=axis), gain)
+    small = sorted({i for i in literal if abs(i) < 0.5})
+    return Verdict(None, why=f"not layer, rms, std or l2 with any eps of {small or 'none'}")
+
+
+def _sizes(shape: tuple[int | str, ...] | None) -> tuple[int, ...]:
+    return tuple(d if isinstance(d, int) else 1 for d in shape or ())
+
+
+def _candidates(literal: list[float], width: int) -> Iterator[tuple[Kind, float, int, float]]:
+    """Yield (kind, eps, variant, factor); a length over sqrt(width) with eps outside the root is an l2 norm too."""
+    eps = [*sorted({e for e in literal if 0 < e < 0.5}), 0.0]
+    root = next((r for i in literal for r in (i, 1 / i) if np.isclose(r, width**0.5, rtol=1e-6)), width**0.5)
+    yield from ((kind, e, 0, 1.0) for kind in (Kind.LAYER, Kind.RMS) for e in eps)
+    yield from ((Kind.STD, e, v, 1.0) for v in (0, 1) for e in eps)
+    yield from ((Kind.L2, e, v, 1.0) for v in (0, 1, 2) for e in eps)
+    yield from ((Kind.L2, e * root, v, root) for v in (0, 1) for e in eps)
+
+
+def _fit(core: Array, wanted: Array) -> Array | None:
+    """Return the gain [width] with wanted = gain * core, or None where there is none."""
+    gain = (core * wanted).sum(0) / np.maximum((core * core).sum(0), 1e-300)
+    wrong = np.abs(core * gain - wanted).max()
+    return gain if wrong <= TOLERANCE * max(1.0, float(np.abs(wanted).max())) else None
+
+
+def _gain(fitted: Array, values: Sequence[Array]) -> Gain | None:
+    """Return which constant a fitted gain comes from; None where it is that of none of them."""
+    for index, value in enumerate(values):
+        flat = np.broadcast_to(value.reshape(-1), fitted.shape) if value.size in (1, fitted.size) else None
+        for plus in (0, 1):
+            if flat is not None and np.allclose(fitted, flat + plus, rtol=1e-9):
+                return Gain(index, bool(plus), value.size == fitted.size)
+    return None
