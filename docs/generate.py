@@ -5,20 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import lnrewrite
+from lnrewrite.codes import GROUPS
 from lnrewrite.errors import Code
 from lnrewrite.pipeline import PRESETS
 from lnrewrite.pipeline.catalog import describe
-
-RANGES = {
-    "LN0": "The command line, files and data",
-    "LN1": "Refusals of passes",
-    "LN2": "Detection",
-    "LN3": "Capture and modules rewritten in place",
-    "LN4": "Proofs",
-    "LN5": "Export and benchmarks",
-    "LN6": "Healing",
-}
-
 
 CODES = sorted(code.value for code in Code if code.startswith("LN"))
 
@@ -48,7 +38,7 @@ def code_index() -> str:
         "Every error and every refusal carries a code. `lnrewrite explain CODE` prints the same text as these pages,",
         "and so does `lnrewrite.explain(code)`. Codes are never reused.\n",
     ]
-    for start, heading in RANGES.items():
+    for start, heading in GROUPS.items():
         found = [code for code in CODES if code.startswith(start)]
         lines += [f"## {start}xx: {heading}\n", "```{toctree}\n:maxdepth: 1\n", *found, "```\n"]
     return "\n".join(lines)

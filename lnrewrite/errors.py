@@ -15,9 +15,9 @@ class Code(StrEnum):
     """Name what happened; `lnrewrite explain` has a page for each. A code is never given to another cause.
 
     A member is the string that users see: `error.code == "LN101"` holds, and JSON shows it as such.
+    `lnrewrite.codes.GROUPS` says what the first digit stands for. LN206, LN302 and LN401 are retired.
     """
 
-    # LN0xx: the command line, models to open, files and data
     LN001 = "LN001"
     LN002 = "LN002"
     LN003 = "LN003"
@@ -49,7 +49,6 @@ class Code(StrEnum):
     LN032 = "LN032"
     LN033 = "LN033"
     LN039 = "LN039"
-    # LN1xx: a pass addresses a site, and something blocks it
     LN101 = "LN101"
     LN102 = "LN102"
     LN103 = "LN103"
@@ -71,7 +70,6 @@ class Code(StrEnum):
     LN128 = "LN128"
     LN129 = "LN129"
     LN130 = "LN130"
-    # LN2xx: what detection finds in a model that no pass may touch
     LN201 = "LN201"
     LN202 = "LN202"
     LN203 = "LN203"
@@ -79,30 +77,25 @@ class Code(StrEnum):
     LN205 = "LN205"
     LN207 = "LN207"
     LN208 = "LN208"
-    # LN3xx: edits applied to a graph, a module or a folder
     LN301 = "LN301"
     LN310 = "LN310"
     LN312 = "LN312"
     LN313 = "LN313"
     LN314 = "LN314"
-    # LN4xx: results compared and proved
     LN402 = "LN402"
     LN403 = "LN403"
     LN404 = "LN404"
     LN405 = "LN405"
-    # LN5xx: ONNX written and run
     LN501 = "LN501"
     LN502 = "LN502"
     LN503 = "LN503"
     LN520 = "LN520"
     LN530 = "LN530"
     LN531 = "LN531"
-    # LN6xx: healing
     LN601 = "LN601"
     LN602 = "LN602"
     LN604 = "LN604"
     LN605 = "LN605"
-    # Ctrl-C
     INTERRUPTED = "interrupted"
 
 

@@ -24,8 +24,7 @@ from torch import nn
 
 import zoo
 from commands import fails
-from lnrewrite.codes import CATALOGUE
-from lnrewrite.errors import LnrewriteError, Untrusted
+from lnrewrite.errors import Code, LnrewriteError, Untrusted
 from lnrewrite.loading.archives import DEPTH, JSON_LIMIT
 from lnrewrite.loading.formulas import Forbidden, check_guard, check_size
 from lnrewrite.loading.identify import identify
@@ -113,7 +112,7 @@ def told(held: bytes, *allowed: str) -> LnrewriteError | None:
         open_module(identify("m.pt2"))
     except LnrewriteError as error:
         assert error.code in (allowed or ("LN011", "LN012", "LN014", "LN015")), error
-        assert error.code in CATALOGUE and "\n" not in str(error) and str(error).isprintable()
+        assert error.code in set(Code) and "\n" not in str(error) and str(error).isprintable()
         assert len(str(error)) < 700
         return error
     assert not allowed

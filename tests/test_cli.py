@@ -25,7 +25,7 @@ from commands import fails, ok, run
 from killing import Layer
 from lnrewrite import demo
 from lnrewrite.cli.tables import WIDTH, drawing, placement_map
-from lnrewrite.codes import CATALOGUE
+from lnrewrite.errors import Code
 from lnrewrite.pipeline import Pipeline
 
 HERE = Path(__file__).parent
@@ -207,7 +207,7 @@ def test_passes_and_explain() -> None:
     rows = json.loads(ok("passes", "--json").stdout)["passes"]
     assert {"canonicalize", "fold-affine", "place"} <= {row["name"] for row in rows}
     assert max(map(len, ok("passes").stdout.splitlines())) <= WIDTH
-    for code in CATALOGUE:
+    for code in Code:
         assert max(map(len, ok("explain", code).stdout.splitlines())) <= WIDTH
     assert json.loads(ok("explain", "ln012", "--json").stdout)["code"] == "LN012"
 

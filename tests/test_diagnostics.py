@@ -1,13 +1,40 @@
-"""Errors keep what they say wherever they go."""
+"""Errors keep what they say wherever they go, and every code has a page and a cause."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
-from lnrewrite.errors import Code, LnrewriteError, Refusal, Refused, UsageError
+import lnrewrite
+from lnrewrite import codes
+from lnrewrite.errors import Code, Diagnostic, LnrewriteError, Refusal, Refused, UsageError
 from lnrewrite.healing.training import Stopped
+
+ROOT = Path(__file__).parent.parent
+PAGES = Path(codes.__file__).parent
+LITERAL = re.compile(r"LN\d{3}")
+RETIRED = {"LN206", "LN302", "LN401"}
+
+
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    """Return the product's code, by path: the package, its passes, and the examples that people copy."""
+    every = [p for folder in ("lnrewrite", "passes", "examples") for p in (ROOT / folder).rglob("*.py")]
+    ours = [p.relative_to(ROOT) for p in every if p.relative_to(ROOT).parts[:2] != ("lnrewrite", "passes")]
+    assert len(ours) > 150
+    return {str(p): ast.parse((ROOT / p).read_text()) for p in sorted(ours)}
+
+
+def parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+# ---- errors ----
 
 
 @pytest.mark.parametrize(
@@ -25,3 +52,75 @@ def test_an_error_comes_back_whole_from_another_process(error: LnrewriteError) -
     found = pickle.loads(pickle.dumps(error))
     assert type(found) is type(error)
     assert (str(found), found.__dict__, found.exit_code) == (str(error), error.__dict__, error.exit_code)
+
+
+def test_an_error_carries_the_diagnostic_that_it_reports() -> None:
+    refusal = Refusal(Code.LN110, "blocks.0", "the raw trunk has another reader", "choose post")
+    error = LnrewriteError.of(refusal.at("blocks.1"))
+    assert error.diagnostic == Diagnostic(Code.LN110, "blocks.1", refusal.why, refusal.remedy)
+    assert str(error) == "LN110 blocks.1: the raw trunk has another reader; choose post"
+    assert error.to_dict() == {"code": "LN110", "what": "blocks.1", "why": refusal.why, "remedy": refusal.remedy}
+
+
+def test_nothing_stands_where_nothing_can_be_done() -> None:
+    alone = Refusal(Code.LN127, "stream.embedding", "it reads a sum of 2 sources", "")
+    assert str(alone) == "LN127 stream.embedding: it reads a sum of 2 sources"
+    assert str(Refused([alone])).endswith("2 sources; allow partial results (partial=True, --partial)")
+
+
+def test_a_code_is_the_string_that_users_see() -> None:
+    row = Refusal(Code.LN101, "blocks.0", "why", "remedy").to_dict()
+    assert row["code"] == "LN101" and type(row["code"]) is str and f"{Code.LN101}" == "LN101"
+
+
+# ---- codes ----
+
+
+def test_codes_are_written_as_members() -> None:
+    """mypy sees a typo in Code.LN101, and none in a string."""
+    literal = [
+        f"{path}:{node.lineno}"
+        for path, tree in sources().items()
+        if path != "lnrewrite/errors.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and LITERAL.fullmatch(node.value)
+    ]
+    assert not literal
+
+
+def test_every_code_has_a_cause() -> None:
+    """A code that is only compared with, or has a page only, is dead."""
+    made: set[str] = set()
+    for path, tree in sources().items():
+        above = parents(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Code":
+                assert node.attr in Code.__members__, f"{path}:{node.lineno}"
+                made |= set() if isinstance(above[node], ast.Compare) else {node.attr}
+    assert made == set(Code.__members__)
+    assert not RETIRED & made, "a retired code never comes back with another meaning"
+
+
+def test_every_code_has_a_page_and_every_page_a_code() -> None:
+    assert {p.stem for p in PAGES.glob("*.md")} == set(Code)
+    for code in Code:
+        page = codes.page(code.lower())
+        assert page.code is code and page.title and page.text and "\n\n\n" not in page.text
+        assert lnrewrite.explain(code) == f"{code}: {page.title}\n\n{page.text}"
+        heading = (PAGES / f"{code}.md").read_text().split("\n")[0]
+        assert heading == f"# {code}: {page.title}", "a page begins with its code and title"
+        assert code is Code.INTERRUPTED or code[:3] in codes.GROUPS
+
+
+def test_only_codes_that_exist_are_named() -> None:
+    """Docstrings, comments, messages and documents that name a code name one that `explain` knows."""
+    documents = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *PAGES.glob("*.md"),
+        *map(ROOT.joinpath, sources()),
+    ]
+    for path in documents:
+        named = set(LITERAL.findall(path.read_text()))
+        allowed = RETIRED if path.name in ("CHANGELOG.md", "errors.py") else set()
+        assert named <= set(Code) | allowed, path

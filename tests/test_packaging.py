@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def in_tree() -> set[str]:
     """Return what belongs into the wheel: every source, and the data that packages read."""
     ours = (ROOT / "lnrewrite").rglob("*")
-    wanted = {".py", ".typed", ".safetensors", ".txt", ".cc", ".cu", ".h"}
+    wanted = {".py", ".typed", ".md", ".safetensors", ".txt", ".cc", ".cu", ".h"}
     files = [p for p in ours if p.suffix in wanted or p.name == "NOTICE"]
     found = {p.relative_to(ROOT).as_posix() for p in files if p.relative_to(ROOT).parts[1] != "passes"}
     return found | {f"lnrewrite/passes/{p.name}" for p in (ROOT / "passes").glob("*.py")}

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from lnrewrite.cli import main
-from lnrewrite.codes import CATALOGUE
+from lnrewrite.errors import Code
 from lnrewrite.pipeline import PRESETS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -74,4 +74,4 @@ def test_commands_options_and_codes_exist() -> None:
     known = {option for command in main.commands.values() for p in command.params for option in p.opts}
     shell = re.sub(r"^(?:python3|.*pytest).*$|torchrun .*? -m|`python examples/[^`]*`", "", text, flags=re.M)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", shell)) <= known
-    assert set(re.findall(r"\bLN\d{3}\b", text)) <= set(CATALOGUE)
+    assert set(re.findall(r"\bLN\d{3}\b", text)) <= set(Code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -239,13 +240,11 @@ def passes(name: str | None, screen: Screen) -> None:
 @options()
 def explain(code: str, screen: Screen) -> None:
     """Explain what a diagnostic code means and what to do about it."""
-    from ..codes import CATALOGUE
-    from ..codes import explain as explained
-    from .tables import page
+    from ..codes import page
+    from .tables import paragraphs
 
-    text = explained(code)
-    found = CATALOGUE[code.upper()]
-    screen.answer({"code": code.upper(), "title": found.title, "text": found.text}, lambda: page(text))
+    found = page(code)
+    screen.answer(asdict(found), lambda: paragraphs(str(found)))
 
 
 def _rewrite(

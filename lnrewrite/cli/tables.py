@@ -196,6 +196,6 @@ def comparison(found: Mapping[str, Any]) -> str:
     )
 
 
-def page(text: str) -> str:
+def paragraphs(text: str) -> str:
     """Wrap a page of `explain`, paragraph by paragraph."""
     return "\n\n".join(textwrap.fill(part, WIDTH) for part in text.split("\n\n"))
