@@ -76,7 +76,7 @@ def test_what_each_room_may_import(path: Path) -> None:
     if {name, name.split(".")[0]} & STANDARD:
         assert outside(path) == set()
     elif name.split(".")[0] in ARRAYS:
-        assert outside(path) <= {"networkx", "numpy"}
+        assert outside(path) <= {"numpy"}
 
 
 @pytest.mark.parametrize("path", PASSES, ids=label)
