@@ -5,16 +5,23 @@ from __future__ import annotations
 import copy
 import inspect as python
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations
 
 import lnrewrite as lnr
 import zoo
+from lnrewrite.backends.surgery import Editor
+from lnrewrite.backends.torch.editor import FxEditor
+from lnrewrite.backends.torch.pieces import Piece
+from lnrewrite.ir import Kind, Norm
+from lnrewrite.recipe.runtime import build as build_pieces
 from tiers import rows
 from zoo.norms import randomise
 
@@ -331,3 +338,78 @@ def test_unrewrite_says_why_not(net: tuple[nn.Module, Inputs]) -> None:
         other.layers[0].a.weight += 1
     with pytest.raises(lnr.LnrewriteError, match="LN314 weights: they were changed since"):
         lnr.unrewrite(other)
+
+
+# ---- what the editor records ----
+
+
+class Product(nn.Module):
+    """x @ w of [batch, tokens, 6], a linear map that takes no bias, with vectors for pieces to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 6))
+        self.gain, self.shift = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.gain + self.shift) @ self.w
+
+
+def norm_of(kind: Kind, **how: Any) -> Norm:
+    return Norm(kind, 1e-3, "gain", "shift", **how)
+
+
+INSERTED: dict[str, list[Callable[[FxEditor, fx.Node], fx.Node]]] = {
+    "value": [], "parameter": [],  # what is there already
+    "norm": [
+        lambda e, x: e.norm("n", x, norm_of(Kind.LAYER), x),
+        lambda e, x: e.norm("n", x, norm_of(Kind.RMS, plus_one=True), x),
+        lambda e, x: e.norm("n", x, replace(norm_of(Kind.RMS), axis=-2, gamma=None, beta=None), x),
+        lambda e, x: e.norm("n", x, Norm(Kind.LAYER, 1e-3, over=norm_of(Kind.RMS)), x),
+    ],
+    "affine": [
+        lambda e, x: e.affine(x, "gain", "shift"), lambda e, x: e.affine(x, "gain", None),
+        lambda e, x: e.affine(x, None, "shift"),
+    ],
+    "centre": [lambda e, x: e.centre(x, -1), lambda e, x: e.centre(x, -2)],
+    "attach": [lambda e, x: e.attach(x, "shift")],
+}  # fmt: skip
+"""How an editor is asked for each of its operations that give a value."""
+
+
+def test_every_operation_of_the_editor_is_a_piece_that_a_module_computes() -> None:
+    """A new operation of `Editor` stands here with its calls, or this fails: the live route would refuse it (LN310)."""
+    torch.manual_seed(0)
+    operations = {n for n, f in vars(Editor).items() if getattr(f, "__annotations__", {}).get("return") == "Handle"}
+    assert operations == set(INSERTED)
+    x = torch.randn(2, 6, 6)
+    for call in (call for calls in INSERTED.values() for call in calls):
+        program = lnr.capture(Product(), (x,), dynamic_shapes={"x": None})
+        editor = FxEditor(program.module())
+        product = next(n for n in editor.graph.nodes if n.target is torch.ops.aten.matmul.default)
+        edges = editor.readers(product)
+        end = call(editor, product)
+        for edge in edges:
+            editor.redirect(edge, end)
+        editor.graph.lint()
+        after = copy.deepcopy(editor.module)
+        after.recompile()
+        nodes = {n.name: n for n in after.graph.nodes}
+        node, modules = nodes[end.name], list[nn.Module]()
+        while node is not nodes[product.name]:
+            piece = Piece.of(node)
+            assert piece is not None
+            module = build_pieces([dict(piece.spec)])
+            for leaf, name in piece.params:
+                setattr(module, leaf, after.get_parameter(str(nodes[name].target)))
+            modules.insert(0, module)
+            node = nodes[piece.entry].args[0]
+        with torch.no_grad():
+            torch.testing.assert_close(nn.Sequential(*modules)(Product.forward(after, x)), after(x))
+
+
+def test_a_node_that_records_no_piece_is_refused_by_name(
+    net: tuple[nn.Module, Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Piece, "record", lambda piece, end: None)
+    refused(*net, "LN310", "the new operation aten.layer_norm.default has no form as a module", to="peri")

@@ -25,8 +25,8 @@ from ..data.infer import given_inputs, infer_inputs
 from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
 from ..ir import Exactness, Proposal, Stream
-from ..live.difference import Recipe
 from ..live.ports import children
+from ..live.recipes import Recipe
 from ..live.rewriting import EXACT, ROUNDED, difference, restructure, rewrite
 from ..live.saving import RECORD
 from ..loading.checkpoint import empty_model
@@ -126,7 +126,7 @@ def _streamed(source: Source, job: Job) -> Done | None:
     result = job.run(program)
     note = "the weights were streamed: lnrewrite verify compares the two folders with both in memory"
     report = replace(result.report, notes=(*result.report.notes, note))
-    recipe = difference(module, program, result.program) if result.program is not program else Recipe()
+    recipe = difference(module, program, result.program) if result.program is not program else Recipe(module)
     restructure(module, recipe)
     after = result.program
 

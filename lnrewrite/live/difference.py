@@ -9,31 +9,19 @@ ends up at a child's border, or at an operation that a forward spells out; anyth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-import torch
 from torch import fx, nn
 
 from ..backends.torch.module import Called, CapturedModule
+from ..backends.torch.pieces import Piece
 from ..detect.graph import OpGraph
 from ..detect.match import NormMatch
 from ..errors import Code, LnrewriteError
-from .ports import Call, Ports, Spot
-
-aten = torch.ops.aten
-NORMS = {aten.layer_norm.default: "layer", aten.rms_norm.default: "rms"}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Hold one new operation: how it is built, what the graph calls its parameters, and the name it asks for."""
-
-    node: str
-    spec: tuple[tuple[str, Any], ...]
-    params: tuple[tuple[str, str], ...]
-    name: str
+from .ports import Call, Ports
+from .recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -47,15 +35,6 @@ class Term:
         """Return what is left to do where `start` is there already, or None where that is no start."""
         same = self.base == start.base and self.pieces[: len(start.pieces)] == start.pieces
         return self.pieces[len(start.pieces) :] if same else None
-
-
-@dataclass
-class Recipe:
-    """Hold the changes, and where parameters get their values: new names map to the graph's, others are neutral."""
-
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    values: dict[str, str] = field(default_factory=dict)
-    neutral: dict[str, float] = field(default_factory=dict)
 
 
 class Difference:
@@ -75,10 +54,7 @@ class Difference:
         self.old = {n.name: n for n in before.graph.nodes}
         self.new = {n.name: n for n in after.graph.nodes}
         self.parameters = dict(before.named_parameters(remove_duplicate=False))
-        self.recipe = Recipe()
-        self.edits: dict[str, dict[int, dict[str, Any]]] = {}
-        self.digests: dict[str, str] = {}
-        self.placed: dict[str, str] = {}
+        self.recipe = Recipe(module)
         self.delivered: dict[str, Term] = {}
         self.wanted: dict[str, dict[tuple[str, int], Term]] = {}
         self.after = after
@@ -93,9 +69,7 @@ class Difference:
                 self.deliver(name)
             elif name in self.new:
                 self.delivered[name] = Term(name)
-        for path, edits in self.edits.items():
-            rows = [edits[i] for i in sorted(edits)]
-            self.recipe.changes.append({"source": path, "digest": self.digests[path], "edits": rows})
+        self.recipe.finish()
         self.untie()
         return self.recipe
 
@@ -126,8 +100,7 @@ class Difference:
         holder = self.module.get_submodule(path) if self.ports.owner(reader.name) == path else None
         if leaf != "bias" or holder is None or "bias" not in holder._parameters or holder.bias is not None:
             self.fail(reader.name, f"a linear map there has no place for the bias {name}")
-        self.recipe.changes.append({"bias": path, "size": int(got.meta["val"].numel())})
-        self.recipe.values[name] = name
+        self.recipe.bias(name, int(got.meta["val"].numel()))
 
     def known(self, node: fx.Node) -> bool:
         """Return whether a value is made from one parameter that the module has."""
@@ -143,57 +116,23 @@ class Difference:
                 node = node.all_input_nodes[0]
                 continue
             piece, node = self.piece(node)
-            pieces.insert(0, piece)
+            both = piece.then(pieces[0]) if pieces else None
+            pieces[:1] = [both] if both else [piece, *pieces[:1]]
         return Term(node.name, tuple(pieces))
 
-    def piece(self, node: Any) -> tuple[Piece, fx.Node]:
-        """Read what the graph's editor wrote: one norm, factor and term, or subtraction of the mean."""
-        x: Any = node.args[0] if node.args else None
-        below: Any = x if isinstance(x, fx.Node) and x.name not in self.old else None
-        if node.target is aten.transpose.int and below is not None:
-            inner, turned = self.piece(below)
-            start: Any = turned.args[0]
-            return replace(inner, node=node.name, spec=(*inner.spec, ("axis", node.args[1]))), start
-        if node.target in NORMS:
-            return self.norm(node, None, node), x
-        if node.target is aten.sub.Tensor:
-            axis = node.args[1].args[1][0]
-            return Piece(node.name, (("is", "centre"), *[("axis", axis)] * (axis != -1)), (), f"{x.name}_centre"), x
-        if node.target is aten.add.Tensor and below is not None and below.target is aten.rms_norm.default:
-            return self.norm(below, node.args[1], node), below.args[0]
-        if node.target is aten.add.Tensor:
-            both = below is not None and below.target is aten.mul.Tensor
-            factor, start = (below.args[1], below.args[0]) if both and below is not None else (None, x)
-            return self.affine(node, factor, node.args[1]), start
-        if node.target is aten.mul.Tensor:
-            return self.affine(node, node.args[1], None), x
-        self.fail(node.name, f"the new operation {node.target} has no form as a module")
+    def piece(self, end: fx.Node) -> tuple[Piece, fx.Node]:
+        """Return what the editor recorded that ends at a new node, with the graph's parameters, and what it takes."""
+        made = Piece.of(end)
+        entry = self.new.get(made.entry) if made else None
+        if made is None or entry is None:
+            self.fail(end.name, f"the new operation {end.target} has no form as a module")
+        params = tuple((leaf, self.parameter(self.new[name])) for leaf, name in made.params)
+        return replace(made, params=params), entry.all_input_nodes[0]
 
-    def norm(self, node: Any, bias: Any, last: fx.Node) -> Piece:
-        """Read a new norm; `last` is the node of its output."""
-        kind = NORMS[node.target]
-        weight, eps = node.args[2], node.args[-1]
-        bias = node.args[3] if kind == "layer" else bias
-        plus_one = weight is not None and weight.op == "call_function"
-        weight = weight.args[0] if plus_one else weight
-        params = [(leaf, self.parameter(v)) for leaf, v in (("weight", weight), ("bias", bias)) if v is not None]
-        has = dict(params)
-        spec = {"is": "norm", "kind": kind, "width": node.args[1][0], "eps": eps}
-        spec |= {"weight": "weight" in has, "bias": "bias" in has, "plus_one": plus_one}
-        return Piece(last.name, tuple(spec.items()), tuple(params), node.meta["custom"]["norm"])
-
-    def affine(self, node: fx.Node, scale: Any, shift: Any) -> Piece:
-        """Read a new factor and term."""
-        params = [(leaf, self.parameter(v)) for leaf, v in (("scale", scale), ("shift", shift)) if v is not None]
-        spec: dict[str, Any] = {"is": "affine"}
-        spec |= {leaf: tuple(self.after.get_parameter(name).shape) for leaf, name in params}
-        path, _, leaf = params[0][1].rpartition(".")
-        name = path if leaf in ("scale", "shift") else f"{path}_shift"
-        return Piece(node.name, tuple(spec.items()), tuple(params), name)
-
-    def parameter(self, node: Any) -> str:
-        if not isinstance(node, fx.Node) or node.op != "get_attr":
-            self.fail(getattr(node, "name", ""), "a gain that the module computes would be used elsewhere")
+    def parameter(self, node: fx.Node) -> str:
+        """Return the name of the parameter that a node gets."""
+        if node.op != "get_attr":
+            self.fail(node.name, "a gain that the module computes would be used elsewhere")
         return str(node.target)
 
     # ---- where it goes ----
@@ -236,7 +175,7 @@ class Difference:
                 tail = common.after(self.delivered[source]) if source in self.delivered else None
                 side = self.ports.side(spot, name, source)
                 if tail is not None and side:
-                    self.edit(spot, keep=side, result=self.put(tail, spot.path))
+                    self.recipe.edit(spot, {"result": tail}, keep=side)
                     return common
         self.fail(name, "the norm or factor is no module of its own, nor does its source show it as one operation")
 
@@ -249,10 +188,7 @@ class Difference:
                 if own and leaf not in has:
                     self.recipe.neutral[own] = float(leaf == "weight" and not found.norm.plus_one)
             return
-        self.recipe.changes.append({"module": path, "as": [dict(p.spec) for p in tail]})
-        for i, piece in enumerate(tail):
-            at = path if len(tail) == 1 else f"{path}.{i}"
-            self.recipe.values |= {f"{at}.{leaf}": source for leaf, source in piece.params}
+        self.recipe.replace(path, tail)
 
     def same(self, found: NormMatch, piece: Piece) -> bool:
         """Return whether a new norm is the old one but for the values of its gain and bias."""
@@ -265,11 +201,10 @@ class Difference:
         """Put pieces where a value arises: behind the child that gives it, or around the operation that makes it."""
         if calls := self.ports.giving(name, self.view.users[name]):
             call = max(calls, key=lambda c: len(_shared(c.path, tail[0].name)))
-            at = [key for key, n in call.gives if n == name]
-            self.recipe.changes.append({"by": self.put(tail, call.path), "after": call.path, "at": at})
+            self.recipe.after(call.path, [key for key, n in call.gives if n == name], tail)
             return True
         if spot := self.ports.spot(name):
-            self.edit(spot, result=self.put(tail, spot.path))
+            self.recipe.edit(spot, {"result": tail})
             return True
         return False
 
@@ -280,8 +215,7 @@ class Difference:
         for call in self.ports.taking(name):
             inner = {n for n in left if self.ports.inside(call.path, n)}
             if inner and not any(self.ports.inside(call.path, n) for n in others):
-                at = [list(place) for place, n in call.takes if n == name]
-                self.recipe.changes.append({"by": self.put(tail, call.path), "before": call.path, "at": at})
+                self.recipe.before(call.path, [place for place, n in call.takes if n == name], tail)
                 left -= inner
         for reader in sorted(left):
             spot = self.ports.spot(reader)
@@ -289,43 +223,7 @@ class Difference:
             if spot is None or side is None:
                 where = "at the border of a child, nor does its source show an operation that can be told apart"
                 self.fail(reader, f"{reader} does not take {name} {where}")
-            self.edit(spot, **{side: self.put(tail, spot.path)})
-
-    def edit(self, spot: Spot, **change: Any) -> None:
-        """Note a change of one operation of a forward; pieces are named from the module on."""
-        self.digests[spot.path] = spot.digest
-        rows = self.edits.setdefault(spot.path, {})
-        prefix = f"{spot.path}." if spot.path else ""
-        row = rows.setdefault(spot.index, {"spot": spot.index, "text": spot.text})
-        row |= {k: [p.removeprefix(prefix) for p in v] if isinstance(v, list) else v for k, v in change.items()}
-
-    def put(self, tail: tuple[Piece, ...], under: str) -> list[str]:
-        """Place pieces in the module, under their own names where that is below `under`; return the paths."""
-        return [self.placed.get(p.node) or self.put_one(p, under) for p in tail]
-
-    def put_one(self, piece: Piece, under: str) -> str:
-        name = piece.name.replace("@", "_")
-        if under and not name.startswith(f"{under}."):
-            name = f"{under}.{name.rpartition('.')[2]}"
-        path = self.free(name)
-        self.recipe.changes.append({"module": path, "as": [dict(piece.spec)]})
-        self.recipe.values |= {f"{path}.{leaf}": source for leaf, source in piece.params}
-        self.placed[piece.node] = path
-        return path
-
-    def free(self, path: str) -> str:
-        """Return a path that nothing has, outside of containers that would run what is put into them."""
-        parent, _, leaf = path.rpartition(".")
-        while parent and isinstance(_module(self.module, parent), (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            parent, _, last = parent.rpartition(".")
-            leaf = f"{last}_{leaf}"
-        whole, count = f"{parent}.{leaf}" if parent else leaf, 1
-        taken = {*self.placed.values()}
-        path = whole
-        while path in taken or _has(self.module, path):
-            count += 1
-            path = f"{whole}_{count}"
-        return path
+            self.recipe.edit(spot, {side: tail})
 
     def untie(self) -> None:
         """Give storage of its own to what the new graph no longer shares."""
@@ -369,16 +267,3 @@ def _shared(path: str, name: str) -> list[str]:
             break
         parts.append(a)
     return parts
-
-
-def _module(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    parent, _, leaf = path.rpartition(".")
-    found = _module(module, parent)
-    return found is not None and hasattr(found, leaf)

@@ -171,6 +171,21 @@ class Ports:
         return ("left", "right")[inputs.index(operand)]
 
 
+def submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the submodule at a path, None where there is none."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def has_path(module: nn.Module, path: str) -> bool:
+    """Return whether a module holds anything at a path."""
+    parent, _, leaf = path.rpartition(".")
+    found = submodule(module, parent)
+    return found is not None and hasattr(found, leaf)
+
+
 def _each(spec: Any, leaves: Iterator[str | None]) -> Iterator[str | None]:
     """Yield each child of a tree of values, None where it is no tensor but a tree itself."""
     for child in spec.children():

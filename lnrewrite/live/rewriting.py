@@ -21,8 +21,9 @@ from ..pipeline.protocols import Batch
 from ..pipeline.report import Report
 from ..pipeline.spec import placing
 from ..recipe import runtime as rewritten
-from .difference import Difference, Recipe
+from .difference import Difference
 from .ports import children
+from .recipes import Recipe
 from .saving import RECORD, save_as_before, save_as_rewritten
 
 EXACT, ROUNDED = 1e-5, 2e-2

@@ -15,6 +15,7 @@ from ...ir import Kind, Norm
 from ..surgery import Edge
 from ..values import CHUNK, Change, Floats
 from .module import CapturedModule, register, stored
+from .pieces import Piece
 
 aten = torch.ops.aten
 BIASED = {
@@ -53,19 +54,18 @@ class FxEditor:
             x = at = self.norm(f"{name}.over", x, norm.over, at)
         width = x.meta["val"].shape[norm.axis]
         with self.after(at):
-            weight = self.flat(norm.gamma, width)
-            if weight is not None and norm.plus_one:
-                weight = self.call(aten.add.Scalar, (weight, 1.0), weight)
-            bias = self.flat(norm.beta, width)
+            weight, bias = self.flat(norm.gamma, width), self.flat(norm.beta, width)
+            gain = self.call(aten.add.Scalar, (weight, 1.0), weight) if weight and norm.plus_one else weight
             value = self.turned(x, norm.axis)
             if norm.kind is Kind.LAYER:
-                node = self.call(aten.layer_norm.default, (value, [width], weight, bias, norm.eps), value)
+                made = self.call(aten.layer_norm.default, (value, [width], gain, bias, norm.eps), value)
             else:
-                node = self.call(aten.rms_norm.default, (value, [width], weight, norm.eps), value)
-            node.meta["custom"]["norm"] = name
-            if norm.kind is not Kind.LAYER and bias is not None:
-                node = self.call(aten.add.Tensor, (node, bias), value)
-            return self.turned(node, norm.axis)
+                made = self.call(aten.rms_norm.default, (value, [width], gain, norm.eps), value)
+            end = made if norm.kind is Kind.LAYER or bias is None else self.call(aten.add.Tensor, (made, bias), value)
+            end = self.turned(end, norm.axis)
+        entry = made if value is x else value
+        Piece.norm(name, norm, width, entry, {"weight": weight, "bias": bias}).record(end)
+        return end
 
     def affine(self, x: fx.Node, scale: str | None, shift: str | None) -> fx.Node:
         """Return a new scale * x + shift, right behind `x`."""
@@ -73,16 +73,25 @@ class FxEditor:
         with self.after(x):
             if factor := self.vector(scale):
                 node = self.call(aten.mul.Tensor, (node, factor), x)
+                Piece.affine("scale", factor, node).record(node)
             if term := self.vector(shift):
-                node = self.call(aten.add.Tensor, (node, term), x)
+                node = self.term(node, term, x)
         return node
+
+    def term(self, x: fx.Node, term: fx.Node, like: fx.Node) -> fx.Node:
+        """Return a new x + term."""
+        total = self.call(aten.add.Tensor, (x, term), like)
+        Piece.affine("shift", term, total).record(total)
+        return total
 
     def centre(self, x: fx.Node, axis: int) -> fx.Node:
         """Return a new x - mean(x) over an axis, right behind `x`."""
         with self.after(x):
             mean = self.call(aten.mean.dim, (x, [axis], True), x)
             mean.meta["val"] = x.meta["val"].narrow(axis, 0, 1)
-            return self.call(aten.sub.Tensor, (x, mean), x)
+            end = self.call(aten.sub.Tensor, (x, mean), x)
+        Piece.centre(x, axis, end).record(end)
+        return end
 
     def untie(self, linear: fx.Node, param: str, fresh: str) -> None:
         """Make one node read its own copy of a parameter, under another name that the parameter has or a new one."""
@@ -110,12 +119,13 @@ class FxEditor:
         """Give a linear map its bias: as an argument where it takes one, added behind it elsewhere."""
         with self.graph.inserting_before(linear):
             term = self.vector(bias)
+        assert term is not None
         if linear.target in BIASED:
             linear.args = (*linear.args[:2], term, *linear.args[3:])
             return linear
         edges = self.readers(linear)
         with self.after(linear):
-            total = self.call(aten.add.Tensor, (linear, term), linear)
+            total = self.term(linear, term, linear)
         for edge in edges:
             self.redirect(edge, total)
         return total
