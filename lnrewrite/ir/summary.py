@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -28,46 +29,7 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
     is_ones, is_zeros: look at a parameter's values; a gain of ones or a bias of zeros counts as absent.
     """
 
-    def norm(site: Site, where: bool = True) -> dict[str, Any]:
-        n = site.norm
-        neutral = is_zeros if n.plus_one else is_ones
-        row: dict[str, Any] = {"where": str(site.where)} if where else {}
-        return (
-            row
-            | {
-                "kind": str(n.kind),
-                "eps": n.eps,
-                "gamma": n.gamma is not None and (n.computed or not neutral(n.gamma)),
-                "beta": n.beta is not None and not is_zeros(n.beta),
-                "origin": list(site.origin[1:]),
-            }
-            | ({"modulated": site.modulated} if site.modulated else {})
-        )
-
-    def block(b: Block) -> dict[str, Any]:
-        return {
-            "name": b.name,
-            "kind": b.kind,
-            "placement": str(b.placement),
-            "parallel_group": b.parallel_group,
-            "norms": [norm(s) for s in b.sites],
-            "readers": [r.param for r in b.readers],
-            "writers": [w.param for w in b.writers],
-            "scale": b.scale,
-            **({"skip": [str(s.by) for s in skip]} if (skip := b.scaled("skip")) else {}),
-            "opaque": "; ".join(map(str, b.barriers)),
-        }
-
-    def stream(s: Stream) -> dict[str, Any]:
-        return {
-            "name": s.name,
-            "width": s.width,
-            "scheme": scheme(s),
-            "blocks": [block(b) for b in s.blocks],
-            "embedding_norm": norm(s.embedding, False) if s.embedding else None,
-            "final_norm": norm(s.final, False) if s.final else None,
-        }
-
+    rows = _Rows(is_ones, is_zeros)
     held = [site for s in network.streams for _, site in s.sites()]
     on_stream = _distinct(site for site in held if site.where != "inner")
     every = _distinct([*held, *network.elsewhere])
@@ -75,7 +37,7 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
     return {
         "format": format,
         "placement": network.placement,
-        "streams": [stream(s) for s in network.streams],
+        "streams": [rows.stream(s) for s in network.streams],
         "norms": {
             "total": len(list(_norms(every))),
             "on_stream": len(list(_norms(on_stream))),
@@ -85,6 +47,57 @@ def describe(network: Network, format: str, is_ones: Test, is_zeros: Test, notes
         "refusals": [r.to_dict() for r in network.refusals],
         "notes": list(notes),
     }
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Write norms, blocks and streams as JSON rows."""
+
+    is_ones: Test
+    is_zeros: Test
+
+    def norm(self, site: Site, where: bool = True) -> dict[str, object]:
+        """Return the row of a norm."""
+        n = site.norm
+        neutral = self.is_zeros if n.plus_one else self.is_ones
+        row: dict[str, object] = {"where": str(site.where)} if where else {}
+        return (
+            row
+            | {
+                "kind": str(n.kind),
+                "eps": n.eps,
+                "gamma": n.gamma is not None and (n.computed or not neutral(n.gamma)),
+                "beta": n.beta is not None and not self.is_zeros(n.beta),
+                "origin": list(site.origin[1:]),
+            }
+            | ({"modulated": site.modulated} if site.modulated else {})
+        )
+
+    def block(self, b: Block) -> dict[str, object]:
+        """Return the row of a block."""
+        return {
+            "name": b.name,
+            "kind": b.kind,
+            "placement": str(b.placement),
+            "parallel_group": b.parallel_group,
+            "norms": [self.norm(s) for s in b.sites],
+            "readers": [r.param for r in b.readers],
+            "writers": [w.param for w in b.writers],
+            "scale": b.scale,
+            **({"skip": [str(s.by) for s in skip]} if (skip := b.scaled("skip")) else {}),
+            "opaque": "; ".join(map(str, b.barriers)),
+        }
+
+    def stream(self, s: Stream) -> dict[str, object]:
+        """Return the row of a stream."""
+        return {
+            "name": s.name,
+            "width": s.width,
+            "scheme": scheme(s),
+            "blocks": [self.block(b) for b in s.blocks],
+            "embedding_norm": self.norm(s.embedding, False) if s.embedding else None,
+            "final_norm": self.norm(s.final, False) if s.final else None,
+        }
 
 
 def _norms(sites: Iterable[Site]) -> Iterator[Norm]:

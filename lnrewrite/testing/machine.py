@@ -222,51 +222,77 @@ def invent(stream: Stream, seed: int, tokens: int = 5, hidden: int = 6) -> Machi
 
     Default-initialised gains (1) and biases (0) would hide every wrong fold.
     """
-    random = np.random.default_rng(seed)
-    params: dict[str, Floats] = {}
-
-    def draw(name: str | None, *shape: int) -> None:
-        if name is not None and name not in params:
-            params[name] = random.normal(size=shape)
-
-    def linear(linear: Linear, channels: int) -> None:
-        draw(linear.param, *((channels, hidden) if linear.axis in (0, -2) else (hidden, channels)))
-        draw(linear.bias, len(matrix(params[linear.param], linear.axis)))
-
+    drawn = _Draw(np.random.default_rng(seed), stream.width, tokens, hidden)
     for source in sources(stream):
-        if source.table:
-            draw(source.param, tokens, stream.width)
-        else:
-            draw(source.bias, stream.width)
-            linear(source, stream.width)
+        drawn.source(source)
     for block in stream.blocks:
+        drawn.block(block)
+    for _, site in stream.sites():
+        drawn.site(site)
+    for reader in stream.readers:
+        drawn.linear(reader, stream.width)
+    return Machine(stream, drawn.params)
+
+
+@dataclass
+class _Draw:
+    """Draw parameters at random, each name once, in the order in which they are asked for."""
+
+    random: np.random.Generator
+    width: int
+    tokens: int
+    hidden: int
+    params: dict[str, Floats] = field(default_factory=dict)
+
+    def values(self, name: str | None, *shape: int) -> None:
+        """Draw a parameter's values, unless it has some."""
+        if name is not None and name not in self.params:
+            self.params[name] = self.random.normal(size=shape)
+
+    def linear(self, linear: Linear, channels: int) -> None:
+        """Draw a linear map from, or to, so many channels."""
+        shape = (channels, self.hidden) if linear.axis in (0, -2) else (self.hidden, channels)
+        self.values(linear.param, *shape)
+        self.values(linear.bias, len(matrix(self.params[linear.param], linear.axis)))
+
+    def source(self, source: Linear) -> None:
+        """Draw what starts a stream: a table of the tokens' rows, or a linear map."""
+        if source.table:
+            self.values(source.param, self.tokens, self.width)
+        else:
+            self.writer(source)
+
+    def writer(self, writer: Linear) -> None:
+        """Draw a linear map that writes to the stream."""
+        self.values(writer.bias, self.width)
+        self.linear(writer, self.width)
+
+    def block(self, block: Block) -> None:
+        """Draw what a block's edges, arms and factors hold."""
         for table in block.added:
-            draw(table.param, tokens, stream.width)
+            self.values(table.param, self.tokens, self.width)
         for reader in block.readers:
-            linear(reader, stream.width)
+            self.linear(reader, self.width)
         for writer in block.writers:
-            draw(writer.bias, stream.width)
-            linear(writer, stream.width)
-        for arm in block.arms:
-            for maker in arm.makers:
-                draw(maker.bias, hidden)
-                draw(maker.param, *((hidden, hidden)))
+            self.writer(writer)
+        for maker in (maker for arm in block.arms for maker in arm.makers):
+            self.values(maker.bias, self.hidden)
+            self.values(maker.param, self.hidden, self.hidden)
         for scale in block.scales:
             if isinstance(scale.by, str):
-                draw(scale.by, *([stream.width] if scale.vector else [1]))
-    for _, site in stream.sites():
-        channels = hidden if site.where is Where.INNER else stream.width
+                self.values(scale.by, self.width if scale.vector else 1)
+
+    def site(self, site: Site) -> None:
+        """Draw a norm's gain, bias and stored statistics, and what reads and writes it."""
+        channels = self.hidden if site.where is Where.INNER else self.width
         norm: Norm | None = site.norm
         while norm:
             for name in (norm.gamma, norm.beta, norm.mean):
-                draw(name, channels)
+                self.values(name, channels)
             if norm.variance:
-                params[norm.variance] = random.uniform(0.5, 2.0, channels)
+                self.params[norm.variance] = self.random.uniform(0.5, 2.0, channels)
             norm = norm.over
         for each in (*site.readers, *site.writers):
-            linear(each, channels)
+            self.linear(each, channels)
         for writer in site.writers:
-            draw(writer.bias, channels)
-    for reader in stream.readers:
-        linear(reader, stream.width)
-    return Machine(stream, params)
+            self.values(writer.bias, channels)
