@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lnrewrite.errors import LnrewriteError, Refusal, Refused, UsageError
 from lnrewrite.ir import Block, Edit, Exactness, Kind, Network, Norm, Proposal, SetNorm, Site, Stream, Where
 from lnrewrite.ir.select import select
+from lnrewrite.layout import WIDTH
 from lnrewrite.pipeline import Batch, Context, Pipeline, Samples
-from lnrewrite.pipeline.report import WIDTH
 from lnrewrite.pipeline.results import Drift
 
 

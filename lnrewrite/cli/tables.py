@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-WIDTH = 100
+from ..layout import WIDTH, aligned, wrapped
+
 BRANCH = {"attention": "attn", "mlp": "mlp", "moe": "moe", "ssm": "ssm", "conv": "conv"}
 ASCII = str.maketrans({"●": "o", "•": "*", "─": "-", "×": "x", "…": "~"})
 _LONG = 24  # blocks of a stream that are shown one by one
@@ -41,15 +42,14 @@ def timings(found: Mapping[str, Any]) -> str:
     """Return the table of a `bench` object: a row per model, times in ms, the ratio to the first with its spread."""
     threads = "1 CPU thread" if found["threads"] == 1 else f"{found['threads']} CPU threads, spinning within a run"
     head = f"{found['target']}, {threads}; {found['rounds']} sessions of each model, {found['runs']} runs in each"
-    rows: list[tuple[str, ...]] = [("model", "median ms", "p10", "p90", "ratio", "p10", "p90")]
+    rows = []
     for row in found["models"]:
-        ratio = row["ratio_to_first"]
-        times = (f"{row[key]:.3f}" for key in ("median_ms", "p10_ms", "p90_ms"))
-        rows.append((_shortened(row["path"]), *times, *(f"{ratio[key]:.3f}" for key in ("median", "p10", "p90"))))
-    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    cells = ((c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, wide, strict=True))) for r in rows)
+        figures = [row[key] for key in ("median_ms", "p10_ms", "p90_ms")]
+        figures += [row["ratio_to_first"][key] for key in ("median", "p10", "p90")]
+        rows.append((_shortened(row["path"]), *(f"{figure:.3f}" for figure in figures)))
+    table = aligned(("model", "median ms", "p10", "p90", "ratio", "p10", "p90"), rows, ("model",))
     notes = (f"note: {note}" for note in found["notes"])
-    return "\n".join([*wrapped([f"{head}, interleaved"]), "", *("  ".join(row) for row in cells), *wrapped(notes)])
+    return "\n".join([*wrapped([f"{head}, interleaved"]), "", *table, *wrapped(notes)])
 
 
 def drawing(block: Block) -> str:
@@ -147,32 +147,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """Break lines that are wider than the page, continued with an indent; nothing is cut off but one long word."""
-    for line in lines:
-        line = line.rstrip()
-        if len(line) <= WIDTH:
-            yield line
-            continue
-        start = " " * (len(line) - len(line.lstrip()))
-        broken = textwrap.wrap(line.strip(), WIDTH - len(start) - 4, break_on_hyphens=False, replace_whitespace=False)
-        yield start + broken[0]
-        yield from (f"{start}    {rest}" for rest in broken[1:])
-
-
 def catalogue(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the table of passes: name, exactness, whether it looks at data, what it does."""
-    cells = [("pass", "exactness", "data", "does")]
-    cells += [(r["name"], r["exactness"], "yes" if r["needs_data"] else "", r["does"]) for r in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(3)]
-    left = sum(widths) + 6
-    lines = []
-    for name, exactness, data, does in cells:
-        first, *rest = textwrap.wrap(does, max(WIDTH - left, 30)) or [""]
-        cut = zip((name, exactness, data), widths, strict=True)
-        lines.append(("  ".join(f"{cell:<{width}}" for cell, width in cut) + f"  {first}").rstrip())
-        lines += [" " * left + line for line in rest]
-    return "\n".join(lines)
+    header = ("pass", "exactness", "data", "does")
+    cells = [(r["name"], r["exactness"], "yes" if r["needs_data"] else "", r["does"]) for r in rows]
+    return "\n".join(aligned(header, cells, header))
 
 
 def one_pass(row: Mapping[str, Any]) -> str:

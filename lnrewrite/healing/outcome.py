@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from ..layout import aligned
 from ..pipeline.results import Drift
 
 MEASURES = ("mean", "median", "p999")
@@ -63,13 +64,8 @@ class Outcome:
         }
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("", *MEASURES)]
-        rows += [(name, *(f"{row[m]:.4f}" for m in MEASURES)) for name, row in self.losses.items()]
-        wide = [max(len(row[i]) for row in rows) for i in range(4)]
-        table = (
-            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, wide, strict=True)))
-            for r in rows
-        )
+        rows = [(name, *(f"{row[m]:.4f}" for m in MEASURES)) for name, row in self.losses.items()]
+        table = aligned(("", *MEASURES), rows, ("",))
         against = "control" if "control" in self.losses else "teacher"
         t = self.trained
         lines = [

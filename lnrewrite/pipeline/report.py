@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Code, Refusal
 from ..ir import Exactness
+from ..layout import aligned, wrapped
 from .results import Drift, Proof
 
-WIDTH = 100
 _MEANING = {
     Exactness.STRUCTURAL: "the same operations",
     Exactness.ALGEBRAIC: "equal over the real numbers",
@@ -146,7 +145,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        return "\n".join(_fold(self._lines()))
+        return "\n".join(wrapped(self._lines()))
 
     def _lines(self) -> Iterator[str]:
         if self.output:
@@ -156,7 +155,7 @@ class Report:
         yield f"exactness  {self.exactness}: {_MEANING[self.exactness]}"
         yield ""
         if rows := [(s.text, str(s.edits), str(s.refused), f"{s.seconds:.2f}") for s in self.steps]:
-            yield from _table(("pass", "edits", "refused", "seconds"), rows)
+            yield from aligned(("pass", "edits", "refused", "seconds"), rows, ("pass",), "  ")
         if self.measured is not None:
             yield ""
             yield f"drift      {self.measured}"
@@ -183,7 +182,7 @@ class Report:
         apart = [row for row in self.norms if row.form == "decomposed"]
         counts = Counter((row.form, row.why) for row in self.norms if row not in apart)
         rows = [(f"{count} x {form}", why) for (form, why), count in counts.most_common()]
-        yield from _table(("norms", "note"), rows) if rows else ()
+        yield from aligned(("norms", "note"), rows, ("norms", "note"), "  ") if rows else ()
         if apart:
             yield f"  {len(apart)} left decomposed"
             yield from _some(f"    {row.site}: {row.why}" for row in apart)
@@ -196,22 +195,9 @@ class Report:
         worst = sorted(self.sites, key=lambda s: -(s.error if s.error is not None else -1.0))
         yield "expected before the edit: the relative squared error at each site, the largest first"
         rows = [(s.site, "exact" if s.error is None else f"{s.error:.2e}", s.note) for s in worst[:_SHOWN]]
-        yield from _table(("site", "error", "note"), rows)
+        yield from aligned(("site", "error", "note"), rows, ("site", "note"), "  ")
         if len(worst) > _SHOWN:
             yield f"  and {len(worst) - _SHOWN} more"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield an aligned table: the first column to the left, figures to the right, a note to the left."""
-    cells = [list(header), *map(list, rows)]
-    limits = [WIDTH // 2] + [WIDTH] * (len(header) - 1)
-    widths = [min(limit, max(len(row[i]) for row in cells)) for i, limit in enumerate(limits)]
-    for row in cells:
-        aligned = [
-            cell.ljust(width) if i == 0 or header[i] == "note" else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield ("  " + "  ".join(aligned)).rstrip()
 
 
 def _some(rows: Iterable[str]) -> Iterator[str]:
@@ -220,17 +206,3 @@ def _some(rows: Iterable[str]) -> Iterator[str]:
     yield from every[:_SHOWN]
     if len(every) > _SHOWN:
         yield f"  and {len(every) - _SHOWN} more"
-
-
-def _fold(lines: Iterable[str]) -> Iterator[str]:
-    """Break lines that are wider than the page, continued with a hanging indent."""
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        yield from textwrap.wrap(
-            line,
-            WIDTH,
-            subsequent_indent=indent,
-            break_on_hyphens=False,
-            drop_whitespace=True,
-            replace_whitespace=False,
-        ) or [""]
