@@ -120,7 +120,7 @@ class Diagnostic:
     code: Code
     site: str
     why: str
-    remedy: str
+    remedy: str = ""
 
     def __str__(self) -> str:
         return f"{self.code} {self.site}: {self.why}" + (f"; {self.remedy}" if self.remedy else "")

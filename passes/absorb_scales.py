@@ -126,7 +126,7 @@ class _Absorber:
         """Collect operations. With `trunk`, raise Closed where one of them cannot be had."""
         refused = {r.site for r in self.refusals}
         if trunk and (seen := (*self.stream.taps, *self.stream.exits)):
-            raise Closed(Code.LN126, f"{seen[0]} sees the size of the stream", "leave the factors of the trunk")
+            raise Closed(Code.LN126, f"{seen[0]} sees the size of the stream")
         for group in sums(self.stream):
             after = self.size * (self.kept(group[0]) if trunk else 1.0)
             for block in group:
@@ -156,13 +156,13 @@ class _Absorber:
         by = self.product(scales)
         bare = block.barrier(Side.RAW) or (not norms and block.barrier(Side.READ))
         if self.size != 1 and bare:
-            raise Closed(Code.LN126, f"{block.name} reads the bare stream", "leave the factors of the trunk")
+            raise Closed(Code.LN126, f"{block.name} reads the stream without a norm")
         behind = norms[0] if scales and (norms[0].norm.gamma or norms[0].norm.beta) else None
         for site in norms:
             operations += self.renormed(block, site, self.size, by if site is behind else 1.0)
         if scales and set(norms[0].readers) - set(block.readers):
             why = f"{site_name(block, norms[0])} has readers outside of {block.name}"
-            raise Closed(Code.LN101, why, "leave the factor")
+            raise Closed(Code.LN101, why)
         if behind is None and (scales or (not norms and self.size != 1)):
             value = self.value(by * (1.0 if norms else self.size))
             operations += [FoldReader(r, value) for r in self.free(block.readers, block, Side.READ)]
@@ -177,9 +177,9 @@ class _Absorber:
         before, after = self.product(inner), self.product(outer) / size
         if site := block.at(Where.OUT):
             if np.ndim(before) or before == 0:
-                raise Closed(Code.LN125, f"one factor per channel stands before {site_name(block, site)}", "leave it")
+                raise Closed(Code.LN125, f"one factor per channel stands before {site_name(block, site)}")
             if block.barrier(Side.ENDS) and (size != 1 or outer):
-                raise Closed(Code.LN104, f"{block.name} does not end in its out norm", "leave its factors")
+                raise Closed(Code.LN104, f"{block.name} does not end in its output norm")
             return operations + self.renormed(block, site, before, after)
         by = before * after
         if inner or size != 1:
@@ -199,17 +199,15 @@ class _Absorber:
             self.size *= _positive(self.product((scale,)), last)
             self.found[last.name].append(DropScale(scale))
         if self.size != 1 and any(b.barrier(Side.CARRIED) for b in group):
-            raise Closed(Code.LN126, f"behind {last.name} the stream passes an activation", "leave the trunk's factors")
+            raise Closed(Code.LN126, f"after {last.name} the stream passes through an activation")
         if not RANGE[0] < self.size < RANGE[1]:
-            raise Closed(
-                Code.LN126, f"behind {last.name} the stream would have {self.size:.1e} of its size", "leave it"
-            )
+            raise Closed(Code.LN126, f"after {last.name} the stream would be {self.size:.1e} times as large")
 
     def finish(self) -> None:
         """Keep what the end of the stream gives as it was."""
         target = f"{self.stream.name}.final"
         if not (self.stream.final or self.stream.readers):
-            raise Closed(Code.LN126, "what reads the last state sees its size", "leave the factors of the trunk")
+            raise Closed(Code.LN126, "the reader of the last state sees its size")
         if self.stream.final:
             self.found[target] = self.renormed(None, self.stream.final, self.size, 1.0)
         heads = self.free(self.stream.readers, None, Side.READ) if self.stream.readers else ()
@@ -223,7 +221,7 @@ class _Absorber:
             return []
         if norm.kind not in (Kind.LAYER, Kind.RMS) or norm.over:
             what = "a norm of a norm" if norm.over else f"a {norm.kind} norm"
-            raise Closed(Code.LN111, f"{who} is {what}", "run merge-norms first" if norm.over else "leave the factors")
+            raise Closed(Code.LN111, f"{who} is {what}", "run merge-norms first" if norm.over else "")
         if norm.computed and not (plain and size > 0):
             raise Closed(Code.LN105, f"the gain of {who} is computed", "store the gain as a parameter")
         gamma = beta = None
@@ -238,9 +236,9 @@ class _Absorber:
         """Return the linears. Raises Closed where they are not all that reads, or writes, or have other uses."""
         who = block.name if block else "the head"
         if not linears or (block and block.barrier(side)):
-            raise Closed(Code.LN104, f"{who} is {side} by what is no plain linear map", "leave the factors beside it")
+            raise Closed(Code.LN104, f"{who} is {side} by something other than a plain linear map")
         if shared := [w.param for w in linears if w.shared]:
-            raise Closed(Code.LN102, f"{shared[0]} is used elsewhere too", "untie it first")
+            raise Closed(Code.LN102, f"{shared[0]} is also used elsewhere", "run untie first")
         return linears
 
     def product(self, scales: tuple[Scale, ...]) -> Any:
@@ -261,7 +259,5 @@ class _Absorber:
 
 def _positive(scale: Any, block: Block) -> float:
     if np.ndim(scale) or not scale > 0:
-        raise Closed(
-            Code.LN126, f"behind {block.name} the stream has factors that are no positive number", "leave them"
-        )
+        raise Closed(Code.LN126, f"after {block.name} the stream has factors that are not positive numbers")
     return float(scale)

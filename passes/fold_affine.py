@@ -123,15 +123,13 @@ def _affine(norm: Norm, width: int, context: Context, vectors: Vectors) -> tuple
 def _blocked(name: str, site: Site) -> Iterator[Refusal]:
     """Yield what stands in the way of folding, most telling first."""
     if hidden := [tap for tap in site.taps if tap in {"linear", "matmul", "mm", "bmm", "conv"}]:
-        why = f"a {hidden[0]} reads it whose weights are quantised, adapted or computed"
-        yield Refusal(Code.LN104, name, why, "dequantise or merge the weights first")
+        why = f"it is read by a {hidden[0]} whose weights are quantized, adapted or computed"
+        yield Refusal(Code.LN104, name, why, "dequantize or merge the weights first")
     if site.taps or not site.readers:
-        what = f"{site.taps[0]} reads it too" if site.taps else "no linear map reads it"
-        yield Refusal(Code.LN101, name, f"{what}, so that the gain cannot go", "leave this norm its gain and bias")
+        what = f"{site.taps[0]} also reads it" if site.taps else "no linear map reads it"
+        yield Refusal(Code.LN101, name, f"{what}, so its gain and bias cannot be folded")
     for reader in site.readers:
         if reader.shared:
-            yield Refusal(Code.LN102, name, f"{reader.param} is used elsewhere too", "untie it before folding")
+            yield Refusal(Code.LN102, name, f"{reader.param} is also used elsewhere", "run untie first")
         if not reader.exact and site.norm.beta is not None:
-            yield Refusal(
-                Code.LN103, name, f"{reader.param} has no place for a shift", "leave this norm its gain and bias"
-            )
+            yield Refusal(Code.LN103, name, f"{reader.param} has no place for a shift")

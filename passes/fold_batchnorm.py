@@ -92,7 +92,7 @@ class FoldBatchnorm:
         if not stream.width and context.network.computed:
             weights = tuple(Freeze(node) for node in context.network.computed)
             edits.append(Edit(stream.blocks[0].name, weights, note=f"{len(weights)} computed weights stored"))
-        return proposal(stream, edits, "it is no batch norm", refusals=tuple(refusals), vectors=vectors)
+        return proposal(stream, edits, "not a batch norm", refusals=tuple(refusals), vectors=vectors)
 
 
 def _affine(site: Site, context: Context, vectors: Vectors) -> tuple[Any, Any]:
@@ -117,8 +117,8 @@ def _ways(
         yield (ScaleWriter(writers[0], a, s), *(ScaleWriter(w, a) for w in writers[1:]))
     if site.readers and not site.taps:
         if shared := [r.param for r in site.readers if r.shared]:
-            yield Refusal(Code.LN102, "", f"{shared[0]} is used elsewhere too", "untie it first")
+            yield Refusal(Code.LN102, "", f"{shared[0]} is also used elsewhere", "run untie first")
         if bad := [r.param for r in site.readers if not r.exact]:
-            yield Refusal(Code.LN103, "", f"{bad[0]} has no place for a shift", "leave this norm")
+            yield Refusal(Code.LN103, "", f"{bad[0]} has no place for a shift")
         yield tuple(FoldReader(r, a, s) for r in site.readers)
-    yield Refusal(Code.LN104, "", "no linear map stands alone before or behind it", "leave this norm")
+    yield Refusal(Code.LN104, "", "no linear map stands alone before or after it")

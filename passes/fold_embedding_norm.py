@@ -52,21 +52,21 @@ class FoldEmbeddingNorm:
         """Propose one edit for the embedding norm."""
         site, name = stream.embedding, f"{stream.name}.embedding"
         if site is None:
-            return proposal(stream, (), "it is no embedding norm")
+            return proposal(stream, (), "not an embedding norm")
         if refusal := _refusal(stream, site, name):
-            return proposal(stream, (), "it is no embedding norm", refusals=(refusal,))
+            return proposal(stream, (), "not an embedding norm", refusals=(refusal,))
         edit = Edit(name, (Normalise(stream.sources[0], site.norm), SetNorm(Where.EMBEDDING, None)))
-        return proposal(stream, (edit,), "it is no embedding norm")
+        return proposal(stream, (edit,), "not an embedding norm")
 
 
 def _refusal(stream: Stream, site: Site, name: str) -> Refusal | None:
     """Return what stands in the way, if anything."""
     tables = stream.sources
     if site.norm.kind not in (Kind.LAYER, Kind.RMS) or site.norm.over or site.norm.computed:
-        return Refusal(Code.LN111, name, f"it is a {site.norm.kind} norm of a form that is not folded", "leave it")
+        return Refusal(Code.LN111, name, f"this form of {site.norm.kind} norm cannot be folded")
     if stream.opaque or len(tables) != 1 or not tables[0].table or not tables[0].exact:
         what = stream.opaque or ("a scaled table" if len(tables) == 1 else f"a sum of {len(tables)} sources")
-        return Refusal(Code.LN127, name, f"it reads {what}, not the rows of one table", "leave it")
+        return Refusal(Code.LN127, name, f"it reads {what}, not the rows of one table")
     if tables[0].shared:
-        return Refusal(Code.LN102, name, f"{tables[0].param} is used elsewhere too", "untie it first")
+        return Refusal(Code.LN102, name, f"{tables[0].param} is also used elsewhere", "run untie first")
     return None

@@ -92,7 +92,7 @@ class LayernormToRmsnorm:
             for site in block.sites:
                 if site.where in (Where.INNER, Where.OUT) and _layer(site):
                     _alone(stream, block, site, edits, refusals)
-        return proposal(stream, edits, "it is no LayerNorm", refusals=tuple(refusals))
+        return proposal(stream, edits, "not a LayerNorm", refusals=tuple(refusals))
 
 
 def _layer(site: Site) -> bool:
@@ -108,10 +108,9 @@ def _alone(stream: Stream, block: Block, site: Site, edits: list[Edit], refusals
     mixed = site.where is Where.OUT and any(s.vector for s in block.scaled("written"))
     writers, name = () if mixed else stream.makers(block, site), site_name(block, site)
     if not writers:
-        why, remedy = "what it reads is not made by linear maps alone", "leave it a LayerNorm"
-        refusals.append(Refusal(Code.LN104, name, why, remedy))
+        refusals.append(Refusal(Code.LN104, name, "its input is not computed by linear maps alone"))
     elif shared := [w.param for w in writers if w.shared]:
-        refusals.append(Refusal(Code.LN102, name, f"{shared[0]} is used elsewhere too", "untie it first"))
+        refusals.append(Refusal(Code.LN102, name, f"{shared[0]} is also used elsewhere", "run untie first"))
     else:
         centred = [ScaleWriter(w, Centre(site.width or stream.width)) for w in writers]
         edits.append(Edit(block.name, (*centred, _rms(site.where, site, block.index(site)))))
@@ -120,14 +119,14 @@ def _alone(stream: Stream, block: Block, site: Site, edits: list[Edit], refusals
 def _embedding(stream: Stream, explicit: bool, edits: list[Edit], refusals: list[Refusal]) -> None:
     """Centre what the embedding norm reads: in weights or, where the stream became centred too, explicitly."""
     assert stream.embedding
-    closed = stream.opaque or next((f"{s.param} is used elsewhere too" for s in stream.sources if s.shared), "")
+    closed = stream.opaque or next((f"{s.param} is also used elsewhere" for s in stream.sources if s.shared), "")
     name, centre = f"{stream.name}.embedding", Centre(stream.width)
     if not closed and stream.sources:
         ways: tuple[Operation, ...] = tuple(ScaleWriter(s, centre) for s in stream.sources)
     elif explicit:
         ways = (Affine(Where.EMBEDDING, centre, before=True),)
     else:
-        refusals.append(Refusal(Code.LN102, name, closed or "its sources are out of sight", "untie them first"))
+        refusals.append(Refusal(Code.LN102, name, closed or "its sources are unknown", "run untie first"))
         return
     edits.insert(0, Edit(name, (*ways, _rms(Where.EMBEDDING, stream.embedding))))
 
@@ -141,12 +140,12 @@ class _Centred(Basis):
     def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:
         if not _layer(site):
             who = site_name(block, site) if block else "the final norm"
-            raise Closed(Code.LN111, f"{who} is a {site.norm.kind} norm, which sees the mean", "leave the LayerNorms")
+            raise Closed(Code.LN111, f"{who} is a {site.norm.kind} norm, which sees the mean")
         return (_rms(site.where, site, block.index(site) if block else 0),)
 
     def bare(self, block: Block | None, readers: tuple[Linear, ...], closed: bool) -> tuple[Operation, ...]:
         who = block.name if block else "the head"
-        raise Closed(Code.LN120, f"{who} reads the stream without a norm and sees its mean", "leave the LayerNorms")
+        raise Closed(Code.LN120, f"{who} reads the stream without a norm and sees its mean")
 
     def made(self, block: Block | None, site: Site, writers: tuple[Linear, ...]) -> tuple[Operation, ...]:
         if _layer(site) and site.norm.gamma is None and site.norm.beta is None:
@@ -154,17 +153,17 @@ class _Centred(Basis):
         if block is None and not isinstance(ways := self.explicit(Where.EMBEDDING), Closed):
             return ways
         who = site_name(block, site) if block else "the embedding norm"
-        raise Closed(Code.LN121, f"the gain or bias of {who} brings a mean into the stream", "leave the LayerNorms")
+        raise Closed(Code.LN121, f"the gain or bias of {who} brings a mean into the stream")
 
     def through(self, block: Block, site: Site, last: bool) -> tuple[Operation, ...]:
         if not last and (site.norm.gamma is not None or site.norm.beta is not None):
             why = f"the gain or bias of {site_name(block, site)} brings a mean into the stream"
-            raise Closed(Code.LN121, why, "leave the LayerNorms, or convert the placement first")
+            raise Closed(Code.LN121, why, "convert the placement first")
         return self.read(block, site)
 
     def explicit(self, where: Where) -> tuple[Operation, ...] | Closed:
         if where is Where.EMBEDDING and not self.weights_only:
             return (Affine(Where.EMBEDDING, self.value),)
         if where is Where.EMBEDDING:
-            return Closed(Code.LN102, "what starts the stream cannot be centred in its weights", "take sources=any")
-        return Closed(Code.LN104, "so that its mean cannot be taken off in weights", "leave the LayerNorms")
+            return Closed(Code.LN102, "the source of the stream cannot be centered in its weights", "set sources=any")
+        return Closed(Code.LN104, "so its mean cannot be subtracted in weights")

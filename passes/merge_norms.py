@@ -77,24 +77,24 @@ class MergeNorms:
             gamma = context.gain(norm) * factor * np.ones(site.width or stream.width)
             note = "" if norm.kind is site.norm.over.kind else f"error below {site.norm.eps:.1g} mean^2 / (2 variance)"
             edits.append(Edit(target, (SetNorm(site.where, norm, vectors.add(gamma), index=index),), note=note))
-        return proposal(stream, edits, "it reads no norm", refusals=tuple(refusals), vectors=vectors)
+        return proposal(stream, edits, "it does not read a norm", refusals=tuple(refusals), vectors=vectors)
 
     def _merged(self, top: Norm, under: Norm, context: Context) -> tuple[Norm, float]:
         """Return the one norm, and the factor of its gain. Raises Closed where there is none."""
         kinds = {top.kind, under.kind}
         if not kinds <= {Kind.LAYER, Kind.RMS} or top.computed or under.over:
-            raise Closed(Code.LN111, f"a {top.kind} norm of a {under.kind} norm does not merge", "leave both")
+            raise Closed(Code.LN111, f"a {top.kind} norm of a {under.kind} norm cannot be merged")
         if under.kind is Kind.RMS and top.kind is Kind.LAYER and not self.asymptotic:
-            why = "a LayerNorm of an RMSNorm is one only as eps goes to 0"
-            raise Closed(Code.LN129, why, "take asymptotic=true if the mean is small")
+            why = "LayerNorm of RMSNorm is one norm only in the limit of eps going to 0"
+            raise Closed(Code.LN129, why, "set asymptotic=true if the mean is small")
         c = 1.0
         if under.gamma is not None:
             gain: Any = context.gain(under) if not under.computed else np.array([0.0, 1.0])
             if not np.all(gain == gain.flat[0]) or gain.flat[0] == 0:
-                raise Closed(Code.LN128, "the gain of the norm below differs from channel to channel", "leave both")
+                raise Closed(Code.LN128, "the gain of the norm below differs from channel to channel")
             c = float(gain.flat[0])
         if under.beta is not None and np.any(context.values(under.beta)):
-            raise Closed(Code.LN128, "the norm below has a bias", "leave both")
+            raise Closed(Code.LN128, "the norm below has a bias")
         eps = under.eps * top.eps / (c * c + top.eps)
         kind = Kind.LAYER if Kind.LAYER in kinds else Kind.RMS
         return replace(top, kind=kind, eps=eps, over=None), copysign(1 / sqrt(1 + top.eps / (c * c)), c)

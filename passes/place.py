@@ -102,7 +102,10 @@ class Place:
             edits = [] if together else [e for e in edits if e.target not in {r.site for r in refusals}]
             refusals += [
                 Refusal(
-                    Code.LN113, b.name, "another block of its stream cannot be converted", "select blocks with blocks="
+                    Code.LN113,
+                    b.name,
+                    "another block of its stream cannot be converted",
+                    "exclude that block with blocks=",
                 )
                 for b in moving
                 if not edits and b.name not in {r.site for r in refusals}
@@ -111,7 +114,7 @@ class Place:
         sums = {b.anchor.total for b in moving if b.name in named}
         for block in (b for b in moving if b.name not in named):
             if block.at(Where.POST) and block.anchor.total not in sums:
-                why = "the norm behind it is the last of its stream, which stays"
+                why = "the norm after it is the last of its stream, which stays"
                 refusals.append(Refusal(Code.LN110, block.name, why, "choose post"))
             else:
                 why = "its norm is the final one, or shared with a branch of the same sum and edited there"
@@ -137,16 +140,16 @@ def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
             Code.LN110,
             block.name,
             "its branch reads the stream in several ways",
-            "keep its in norms: to=pre or to=peri",
+            "choose pre or peri, which keep its input norms",
         )
     if Where.POST in switched:
         group = [b for b in stream.blocks if b.anchor.total == block.anchor.total]
         if any(b not in moving for b in group):
             return Refusal(
-                Code.LN113, block.name, "branches of one sum have one trunk norm", "select all branches of the sum"
+                Code.LN113, block.name, "branches of one sum share one trunk norm", "select all branches of the sum"
             )
         if stream.taps:
-            why = f"the raw trunk has another reader ({stream.taps[0]})"
+            why = f"the trunk is also read by {stream.taps[0]}"
             return Refusal(
                 Code.LN110, block.name, why, "choose post" if Where.POST in held else "choose pre, peri, output or none"
             )

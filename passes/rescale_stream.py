@@ -188,9 +188,7 @@ class _Scaled(Basis):
         if site.norm.kind not in (Kind.LAYER, Kind.RMS) or site.norm.over:
             who = site_name(block, site) if block else f"the {site.where} norm"
             what = "a norm of a norm" if site.norm.over else f"a {site.norm.kind} norm"
-            raise Closed(
-                Code.LN111, f"{who} is {what}", "run merge-norms first" if site.norm.over else "leave the stream"
-            )
+            raise Closed(Code.LN111, f"{who} is {what}", "run merge-norms first" if site.norm.over else "")
         return replace(site.norm, eps=site.norm.eps * self.by**2)
 
     def bare(self, block: Block | None, readers: tuple[Linear, ...], closed: bool) -> tuple[Operation, ...]:

@@ -99,7 +99,7 @@ class RotateStream:
         if size < 1 or width % size or (self.kind == "hadamard" and size & (size - 1)):
             sort = "power of two" if self.kind == "hadamard" else "number"
             why = f"blocks of {size} do not fill {width} channels"
-            raise Closed(Code.LN124, why, f"take a {sort} that divides {width}")
+            raise Closed(Code.LN124, why, f"choose a {sort} that divides {width}")
         return size
 
 
@@ -110,20 +110,18 @@ class _Rotated(Basis):
     def back(self, readers: tuple[Linear, ...]) -> tuple[Operation, ...]:
         assert isinstance(self.value, Rotation)
         if apart := [r.param for r in readers if r.apart]:
-            raise Closed(Code.LN103, f"{apart[0]} reads each channel apart (depthwise)", "leave the stream as it is")
+            raise Closed(Code.LN103, f"{apart[0]} reads each channel separately (depthwise)")
         return tuple(FoldReader(r, self.value.transposed) for r in readers)
 
     def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:
         self.plain(block, site)
         who = site_name(block, site) if block else "the final norm"
         if block and block.barrier(Side.READ) or site.taps or not site.readers:
-            said = next(iter(site.taps), "something that is no linear map")
-            raise Closed(
-                Code.LN101, f"{who} is read by {said}, which cannot take the rotation back", "leave it as it is"
-            )
+            said = next(iter(site.taps), "something other than a linear map")
+            raise Closed(Code.LN101, f"{who} is read by {said}, which cannot undo the rotation")
         branches = {r for b in self.stream.blocks if site in b.sites for r in b.readers}
         if block and (others := [r.param for r in site.readers if r not in branches]):
-            raise Closed(Code.LN101, f"{who} is read by {others[0]} too, which is in no branch", "leave it as it is")
+            raise Closed(Code.LN101, f"{who} is also read by {others[0]}, which is not in the branch")
         return self.back(block.readers if block else site.readers)
 
     def settled(self) -> tuple[Edit, ...]:
@@ -142,13 +140,13 @@ class _Rotated(Basis):
         """Raise Closed unless a norm is an RMSNorm without gain and bias."""
         norm, who = site.norm, site_name(block, site) if block else f"the {site.where} norm"
         if norm.kind is not Kind.RMS:
-            remedy = "run layernorm-to-rmsnorm first" if norm.kind is Kind.LAYER else "leave the stream as it is"
+            remedy = "run layernorm-to-rmsnorm first" if norm.kind is Kind.LAYER else ""
             raise Closed(Code.LN111, f"{who} is a {norm.kind} norm", remedy)
         if norm.over:
             raise Closed(Code.LN111, f"{who} is a norm of a norm", "run merge-norms first")
         if norm.gamma is not None or norm.beta is not None:
             folds = site.where in (Where.IN, Where.FINAL)
-            raise Closed(Code.LN122, f"{who} has a gain or a bias", FOLD if folds else "leave the stream as it is")
+            raise Closed(Code.LN122, f"{who} has a gain or a bias", FOLD if folds else "")
 
     def bare(self, block: Block | None, readers: tuple[Linear, ...], closed: bool) -> tuple[Operation, ...]:
         if closed or not readers:
@@ -160,16 +158,16 @@ class _Rotated(Basis):
     def made(self, block: Block | None, site: Site, writers: tuple[Linear, ...]) -> tuple[Operation, ...]:
         self.plain(block, site)
         if not writers:
-            raise Closed(Code.LN104, f"the {site.where} norm's input is not made by linears alone", "leave it as it is")
+            raise Closed(Code.LN104, f"the input of the {site.where} norm is not computed by linear maps alone")
         return self.multiplied(writers)
 
     def through(self, block: Block, site: Site, last: bool) -> tuple[Operation, ...]:
         self.plain(block, site)
         if last and site.taps:
-            raise Closed(Code.LN101, f"the last trunk norm is read by {site.taps[0]} too", "leave it as it is")
+            raise Closed(Code.LN101, f"the last trunk norm is also read by {site.taps[0]}")
         return self.back(site.readers) if last else ()
 
     def explicit(self, where: Where) -> tuple[Operation, ...] | Closed:
         if where is Where.EMBEDDING:
-            return Closed(Code.LN102, "what starts the stream cannot be rotated in its weights", "untie it first")
-        return Closed(Code.LN104, "so that it cannot be rotated in weights", "leave the stream as it is")
+            return Closed(Code.LN102, "the source of the stream cannot be rotated in its weights", "run untie first")
+        return Closed(Code.LN104, "so it cannot be rotated in weights")

@@ -42,7 +42,7 @@ Weights = FoldReader | ScaleWriter
 class Closed(Exception):
     """Signal that a stream cannot be taken to another basis: what is in the way, and what to do."""
 
-    def __init__(self, code: Code, why: str, remedy: str) -> None:
+    def __init__(self, code: Code, why: str, remedy: str = "") -> None:
         super().__init__(why)
         self.found = Refusal(code, "", why, remedy)
 
@@ -127,7 +127,9 @@ class Basis:
 
     def always(self, target: str, operations: tuple[Operation, ...]) -> None:
         """Make a target have these operations; weights with other uses close the stream."""
-        shared = Closed(Code.LN102, f"a weight of {target} has uses that want another change", "untie it first")
+        shared = Closed(
+            Code.LN102, f"a weight of {target} is used elsewhere, where it would need another change", "run untie first"
+        )
         if operations:
             self.choices.append(Choice(target, operations, shared))
 
@@ -139,9 +141,9 @@ class Basis:
     def open_ended(self) -> None:
         """Raise Closed where the stream's states are seen by what is no block of it."""
         if self.stream.taps:
-            raise Closed(Code.LN120, f"a state of the stream is read by {self.stream.taps[0]} too", "leave it as it is")
+            raise Closed(Code.LN120, f"a state of the stream is also read by {self.stream.taps[0]}")
         if self.stream.exits:
-            raise Closed(Code.LN120, f"the last state is read bare by {self.stream.exits[0]}", "leave it as it is")
+            raise Closed(Code.LN120, f"the last state is read without a norm by {self.stream.exits[0]}")
 
     def start(self) -> None:
         """Apply M where the stream starts."""
@@ -163,15 +165,15 @@ class Basis:
     def passable(self, block: Block) -> None:
         """Raise Closed where something stands between blocks, or in a branch, that M does not pass."""
         if carried := block.barrier(Side.CARRIED):
-            raise Closed(Code.LN114, f"behind {block.name} the stream is {carried}", "leave it as it is")
+            raise Closed(Code.LN114, f"after {block.name} the stream is {carried}")
         if added := block.barrier(Side.ADDED):
             why = f"the sum of {block.name} {added}, which no linear map writes"
-            raise Closed(Code.LN120, why, "leave it as it is")
+            raise Closed(Code.LN120, why)
         if block.barrier(Side.RAW):
-            raise Closed(Code.LN120, f"{block.name} reads the stream with and without its norm", "leave it as it is")
+            raise Closed(Code.LN120, f"{block.name} reads the stream with and without its norm")
         if ends := block.barrier(Side.ENDS):
-            why = f"between the out norm of {block.name} and the stream there is more: it {ends}"
-            raise Closed(Code.LN120, why, "leave it as it is")
+            why = f"the output norm of {block.name} does not write the stream directly: it {ends}"
+            raise Closed(Code.LN120, why)
         if self.mixes and any(s.vector for s in block.scaled("written", "branch", "skip", "trunk")):
             why = f"{block.name} has one factor per channel beside the stream"
             raise Closed(Code.LN123, why, "run absorb-scales first")
@@ -194,9 +196,10 @@ class Basis:
         writers = () if behind else block.writers
         instead = self.explicit(Where.OUT)
         if isinstance(instead, Closed):
-            said = f"{block.name} is {behind or 'written by nothing that is seen'}"
+            said = f"{block.name} is {behind or 'written by something unknown'}"
             said = f"a writer of {block.name} is shared" if writers else said
-            instead = Closed(instead.found.code, f"{said}, {instead.found.why}", instead.found.remedy)
+            remedy = "run untie first" if writers else instead.found.remedy
+            instead = Closed(instead.found.code, f"{said}, {instead.found.why}", remedy)
         self.choices.append(Choice(block.name, self.multiplied(writers), instead))
         if not writers:
             self.choices[-1].decline()

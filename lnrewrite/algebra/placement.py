@@ -105,7 +105,7 @@ class Walk:
         return (where in wanted - held) if on else (where in held - wanted)
 
     def refuse(self, block: Block, code: Code, why: str) -> None:
-        self.refusals.append(Refusal(code, block.name, why, "leave it out with blocks=, or choose another placement"))
+        self.refusals.append(Refusal(code, block.name, why, "exclude it with blocks=, or choose another placement"))
 
     def sum(self, group: list[Block], samples: Any, last: bool) -> list[Edit]:
         """Return the edits of the branches of one sum, and take the trunk through it."""

@@ -14,7 +14,6 @@ WEIGHTED = frozenset({
     "scaled_dot_product_attention", "_grouped_mm", "embedding_bag", "bilinear",
 })  # fmt: skip
 POOLS = ("avg_pool", "max_pool", "adaptive_", "fft", "_fft", "roll")
-CLOSED = "the streams of this model are left alone; `lnrewrite explain` and the code says more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,9 @@ def nearest_miss(graph: OpGraph) -> Refusal:
                     what = (
                         "a linear map or convolution" if code == Code.LN204 else "a mixture with data-dependent weights"
                     )
-                    return Refusal(code, op.name, f"the skip from {root} passes through {what}", CLOSED)
-    why = "no add joins a value with something computed from it by weights"
-    remedy = "give the model that holds the residual blocks, or see `lnrewrite explain LN201`"
+                    return Refusal(code, op.name, f"the skip from {root} passes through {what}")
+    why = "no add joins a value with something that weights compute from it"
+    remedy = "give the part of the model that holds the residual blocks"
     return Refusal(Code.LN201, "model", why, remedy)
 
 
@@ -184,13 +183,13 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
                 continue  # a sublayer with a bypass, inside the branch of what is extra
             if extra:
                 why = f"the sum {total} carries two earlier states of the stream, {root} and {extra[0]}"
-                refusals.append(Refusal(Code.LN202, total, why, CLOSED))
+                refusals.append(Refusal(Code.LN202, total, why))
             if spread := [t for t, _ in branches if _is_outer(graph, root, t)]:
                 why = f"the branch {spread[0]} is written to several streams by weights computed from the data"
-                refusals.append(Refusal(Code.LN203, total, why, CLOSED))
+                refusals.append(Refusal(Code.LN203, total, why))
             if gathered := _reads_earlier(graph, root, branches):
                 why = f"the branch {branches[0][0]} reads a mixture of {root} and the earlier state {gathered}"
-                refusals.append(Refusal(Code.LN203, total, why, CLOSED))
+                refusals.append(Refusal(Code.LN203, total, why))
             extras = [t for t, _ in every]
             for term in (skip, *(t for t, _ in branches)):
                 extras.remove(term)
@@ -286,7 +285,7 @@ def _outermost(graph: OpGraph, joins: list[Join], refusals: list[Refusal]) -> li
         for branch, _ in outer.branches:
             if branch in users:
                 why = f"the branch {branch} is added to two streams (ResiDual), at {users[branch]} and {outer.total}"
-                refusals.append(Refusal(Code.LN207, outer.total, why, CLOSED))
+                refusals.append(Refusal(Code.LN207, outer.total, why))
             users[branch] = outer.total
         first = bisect_right(ends, graph.index[outer.root])
         held = [j for j in joins[first:at] if _inside(graph, j, outer)]
@@ -295,7 +294,7 @@ def _outermost(graph: OpGraph, joins: list[Join], refusals: list[Refusal]) -> li
         if chained or any(j.root == outer.root for j in held):
             blocks = ", ".join(j.total for j in held[:3])
             why = f"the skip from {outer.root} to {outer.total} spans the residual blocks {blocks}"
-            refusals.append(Refusal(Code.LN202, outer.total, why, CLOSED))
+            refusals.append(Refusal(Code.LN202, outer.total, why))
         inner |= {j.total for j in held}
     return [j for j in joins if j.total not in inner]
 

@@ -41,7 +41,7 @@ STATISTIC = {
     "div",
     "clamp",
 }
-UNKNOWN = "it is left as it is; report this spelling if it is a norm that should be known"
+UNKNOWN = "report it if it is a norm that should be recognized"
 
 
 def find_norms(graph: OpGraph) -> tuple[Mapping[str, NormMatch], tuple[Refusal, ...]]:

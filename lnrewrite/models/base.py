@@ -163,7 +163,9 @@ class Seen(Runnable):
             try:
                 return evaluate(self.graph, param, self.values)
             except Unknown as why:
-                raise LnrewriteError(Code.LN105, param, f"{why} has no rule here", "store it as a parameter") from why
+                raise LnrewriteError(
+                    Code.LN105, param, f"lnrewrite cannot evaluate {why}", "store it as a parameter"
+                ) from why
         return self._array(self._known(param))
 
     def shape(self, param: str) -> tuple[int, ...]:
@@ -175,7 +177,9 @@ class Seen(Runnable):
         try:
             return affine(self.graph, start, end, self.values)
         except Unknown as why:
-            raise LnrewriteError(Code.LN105, end, f"{why} has no rule here", "leave it as it is") from why
+            raise LnrewriteError(
+                Code.LN105, end, f"lnrewrite cannot evaluate {why}", "store its gain and bias as parameters"
+            ) from why
 
     @abstractmethod
     def synthetic(self, seed: int) -> Sequence[Batch]:

@@ -91,7 +91,7 @@ def certify(program: Certifiable, seed: int = 0) -> Network | None:
     if not wrong:
         return network
     rows = sorted((of, EDGES.get(side, "it")) for of, side in wrong)
-    why, remedy = "{} is not as it looks: the outputs move in a trial", "it is left alone; please report this model"
+    why, remedy = "{} is not as it looks: the outputs move in a trial", "please report this model"
     told = tuple(Refusal(Code.LN208, of, why.format(edge), remedy) for of, edge in rows)
     streams = tuple(_corrected(s, wrong) for s in network.streams)
     return replace(network, streams=streams, refusals=(*network.refusals, *told))

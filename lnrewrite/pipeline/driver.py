@@ -161,7 +161,7 @@ def _finite(drift: Drift) -> None:
     error = drift.relative_error
     if error is not None and not error < float("inf"):
         why = "the outputs of the result are NaN or infinite on the data that it was measured on"
-        raise LnrewriteError(Code.LN405, "the result", why, "leave blocks out with blocks=..., and report this model")
+        raise LnrewriteError(Code.LN405, "the result", why, "exclude blocks with blocks=..., and report this model")
 
 
 def _blind(network: Network) -> tuple[str, ...]:

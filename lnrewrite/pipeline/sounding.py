@@ -11,7 +11,7 @@ from ..errors import Code, Exit, LnrewriteError, Refusal
 from ..ir import Edit, Proposal, Stream
 
 Edits = Sequence[tuple[Stream, Proposal]]
-REMEDY = "the edit is left out; please report this model, it shows a fault of lnrewrite"
+REMEDY = "please report this model: it shows a fault of lnrewrite"
 
 
 class Scope(Enum):

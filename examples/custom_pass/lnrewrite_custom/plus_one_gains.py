@@ -41,7 +41,10 @@ class PlusOneGains:
             elif why := _idle(name, site):
                 skipped.append((name, why))
             elif site.norm.computed:
-                why, remedy = "its gain is computed, so there is no parameter to write to", "select other blocks"
+                why, remedy = (
+                    "its gain is computed, so there is no parameter to write to",
+                    "exclude it with blocks=",
+                )
                 refusals.append(Refusal(Code.LN105, name, why, remedy))
             elif uses[site.norm.gamma] > 1:
                 why = f"{site.norm.gamma} is the gain of {uses[site.norm.gamma]} norms, and one edit would change all"
