@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.backends.surgery import Editor
+from lnrewrite.backends.editor import Editor
 from lnrewrite.backends.torch.editor import FxEditor
 from lnrewrite.backends.torch.pieces import Piece
 from lnrewrite.ir import Kind, Norm

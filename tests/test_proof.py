@@ -18,7 +18,7 @@ import zoo
 from commands import fails, ok
 from fuzz.judging import PIPELINES
 from lnrewrite.backends.outputs import apart
-from lnrewrite.backends.surgery import Surgery
+from lnrewrite.backends.rewriter import Rewriter
 from lnrewrite.backends.torch import ops as aten
 from lnrewrite.ir import Proposal, Stream
 from lnrewrite.models.onnx_program import OnnxProgram
@@ -140,14 +140,14 @@ def test_an_operator_that_is_read_wrongly_gives_no_number(name: str, monkeypatch
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the editor forget one of the edits of `fold-affine` half way: the second block's readers are not scaled."""
-    real = Surgery.apply
+    real = Rewriter.apply
 
     def apply(self: Any, stream: Stream, edit: Any, label: str) -> None:
         if edit.target == "layers.1.branch.in" or edit.target == "layers.1.branch":
             edit = replace(edit, operations=edit.operations[:1]) if len(edit.operations) > 1 else edit
         real(self, stream, edit, label)
 
-    monkeypatch.setattr(Surgery, "apply", apply)
+    monkeypatch.setattr(Rewriter, "apply", apply)
 
 
 @pytest.mark.parametrize("form", ["torch", "onnx"])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..backends.surgery import Surgery
+from ..backends.rewriter import Rewriter
 from ..backends.torch.capture import Capture, capture_module, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.lift import parameter_names
@@ -73,7 +73,7 @@ class StoredProgram(Program):
         """Carry the structure's edits out on a copy, and note those of the weights."""
         module, store = copy.deepcopy(self._capture.module), self.store.fork()
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
-        count = Surgery(StoredEditor(module, store), self.graph, vectors).carry_out(edits, label)
+        count = Rewriter(StoredEditor(module, store), self.graph, vectors).carry_out(edits, label)
         capture = replace(self._capture, module=module)
         return type(self)(capture, store, format=self.format, tokenizer=self.tokenizer), count
 

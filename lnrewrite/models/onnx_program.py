@@ -26,7 +26,7 @@ from ..backends.onnx.lift import lift
 from ..backends.onnx.norms import RMS
 from ..backends.onnx.session import OnnxModule, load, runnable
 from ..backends.outputs import Outputs, apart
-from ..backends.surgery import Surgery
+from ..backends.rewriter import Rewriter
 from ..comparison.proving import FLOOR, Evidence, gathered, unexplained
 from ..data.inputs import parse_inputs
 from ..detect.detection import Detection
@@ -198,7 +198,7 @@ class OnnxProgram(Seen):
         """Carry edits out on a copy, weights lazily, and return it with their number; a copy costs nothing to save."""
         model = self.model.clone()
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
-        count = Surgery(OnnxEditor(model, self.graph), self.graph, vectors).carry_out(edits, label)
+        count = Rewriter(OnnxEditor(model, self.graph), self.graph, vectors).carry_out(edits, label)
         return type(self)(model, style=self.style, given=self._given, done=(*self.done, label)), count
 
     def to_onnx(self, opset: int | None = None) -> ir.Model:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from ..backends.surgery import Surgery
+from ..backends.rewriter import Rewriter
 from ..backends.torch.capture import Capture, capture_module, export_again, quiet
 from ..backends.torch.editor import FxEditor
 from ..backends.torch.fixed import fixed_paths
@@ -175,7 +175,7 @@ class Program(Seen):
             with quiet():
                 module = copy.deepcopy(module)
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
-        count = Surgery(FxEditor(module), self.graph, vectors).carry_out(edits, label)
+        count = Rewriter(FxEditor(module), self.graph, vectors).carry_out(edits, label)
         capture = replace(self._capture, module=module)
         return type(self)(capture, format=self.format, tokenizer=self.tokenizer), count
 

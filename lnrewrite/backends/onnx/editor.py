@@ -13,7 +13,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ...detect.graph import OpGraph
 from ...ir import Norm
-from ..surgery import Edge
+from ..editor import Use
 from ..values import Change, Floats, changed, pieces
 from .norms import Attributes, cast, constant, resemble, write_norm
 
@@ -24,7 +24,7 @@ MOVES = {"Transpose", "Cast", "Reshape", "Identity", "Squeeze", "Unsqueeze"}
 
 
 class OnnxEditor:
-    """Edit the main graph of a model in place; see `surgery.Editor`. `view` is what the graph was lifted to.
+    """Edit the main graph of a model in place; see `backends.editor.Editor`. `view` is what the graph was lifted to.
 
     Parameters are initializers; an initializer that is a graph input too becomes a plain one, as no caller could give
     it its edited value. Subgraphs that read a value of the main graph are readers like any other.
@@ -43,19 +43,19 @@ class OnnxEditor:
         """Return the value that had this name before the first edit."""
         return self.values[name]
 
-    def readers(self, value: ir.Value) -> list[Edge[ir.Value]]:
-        """Return an edge for each input of a node, in subgraphs too, and each graph output that is `value`."""
-        edges = [Edge(value, self.known.get(use.node, ()), (use.node, use.idx)) for use in value.uses()]
+    def readers(self, value: ir.Value) -> list[Use[ir.Value]]:
+        """Return a use for each input of a node, in subgraphs too, and each graph output that is `value`."""
+        uses = [Use(value, self.known.get(u.node, ()), (u.node, u.idx)) for u in value.uses()]
         outputs = [(None, i) for i, output in enumerate(self.graph.outputs) if output is value]
-        return edges + [Edge(value, ("output",), slot) for slot in outputs]
+        return uses + [Use(value, ("output",), slot) for slot in outputs]
 
-    def redirect(self, edge: Edge[ir.Value], new: ir.Value) -> None:
+    def redirect(self, use: Use[ir.Value], new: ir.Value) -> None:
         """Make one reader read `new`, cast where that has another dtype; a graph output keeps its name."""
-        (node, index), old = edge.slot, edge.operand
+        (node, index), old = use.slot, use.operand
         if old.dtype is not None and new.dtype != old.dtype:
             new = cast(self.node, new, old.dtype)
             if (made := new.producer()) is not None:
-                self.known[made] = edge.consumers
+                self.known[made] = use.consumers
         if node is not None:
             node.replace_input_with(index, new)
             return
@@ -143,10 +143,10 @@ class OnnxEditor:
             node.replace_input_with(2, term)
             node.attributes.pop("beta", None)
             return linear
-        edges = self.readers(linear)
+        uses = self.readers(linear)
         total = self.node("Add", [linear, term], linear, f"{bias}.add")
-        for edge in edges:
-            self.redirect(edge, total)
+        for use in uses:
+            self.redirect(use, total)
         return total
 
     def has(self, param: str) -> bool:

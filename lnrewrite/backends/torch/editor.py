@@ -12,7 +12,7 @@ from torch import fx
 
 from ...errors import Code, LnrewriteError
 from ...ir import Kind, Norm
-from ..surgery import Edge
+from ..editor import Use
 from ..values import CHUNK, Change, Floats
 from .module import CapturedModule, register, stored
 from .pieces import Piece
@@ -26,7 +26,7 @@ BIASED = {
 
 
 class FxEditor:
-    """Edit one captured module in place; see `surgery.Editor`."""
+    """Edit one captured module in place; see `backends.editor.Editor`."""
 
     def __init__(self, module: CapturedModule) -> None:
         self.module, self.graph, self.label = module, module.graph, ""
@@ -40,13 +40,13 @@ class FxEditor:
             return next(u for u in node.users if u.target is operator.getitem and u.args[1] == 0)
         return node
 
-    def readers(self, value: fx.Node) -> list[Edge[fx.Node]]:
-        """Return an edge for each node that reads `value`."""
-        return [Edge(value, (user.name,), user) for user in value.users]
+    def readers(self, value: fx.Node) -> list[Use[fx.Node]]:
+        """Return a use for each node that reads `value`."""
+        return [Use(value, (user.name,), user) for user in value.users]
 
-    def redirect(self, edge: Edge[fx.Node], new: fx.Node) -> None:
+    def redirect(self, use: Use[fx.Node], new: fx.Node) -> None:
         """Make one reader read `new`."""
-        edge.slot.replace_input_with(edge.operand, new)
+        use.slot.replace_input_with(use.operand, new)
 
     def norm(self, name: str, x: fx.Node, norm: Norm, at: fx.Node) -> fx.Node:
         """Return a new norm of `x` over its channels, behind `at`: torch's operators take the last axis."""
@@ -123,11 +123,11 @@ class FxEditor:
         if linear.target in BIASED:
             linear.args = (*linear.args[:2], term, *linear.args[3:])
             return linear
-        edges = self.readers(linear)
+        uses = self.readers(linear)
         with self.after(linear):
             total = self.term(linear, term, linear)
-        for edge in edges:
-            self.redirect(edge, total)
+        for use in uses:
+            self.redirect(use, total)
         return total
 
     def has(self, param: str) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import lnrewrite as lnr
 from lnrewrite.backends.onnx.editor import OnnxEditor
 from lnrewrite.backends.onnx.lift import lift
-from lnrewrite.backends.surgery import Surgery
+from lnrewrite.backends.rewriter import Rewriter
 from lnrewrite.backends.values import CHUNK, changed
 from lnrewrite.detect.detection import detect
 from lnrewrite.errors import LnrewriteError
@@ -202,8 +202,8 @@ def operate(
     vectors = Vectors()
     wanted = [Edit(target, tuple(operations)) for target, operations in edits(stream, vectors)]
     copy = model.clone()
-    surgery = Surgery(OnnxEditor(copy, view), view, vectors)
-    surgery.carry_out([(stream, Proposal(tuple(wanted)))], "test")
+    rewriter = Rewriter(OnnxEditor(copy, view), view, vectors)
+    rewriter.carry_out([(stream, Proposal(tuple(wanted)))], "test")
     return copy, stream
 
 
@@ -636,9 +636,9 @@ def test_what_does_not_fit_is_refused() -> None:
     view = lift(model)
     (stream,) = detect(view).network.streams
     lost = replace(stream.blocks[0], anchor=replace(stream.blocks[0].anchor, add="nothing"))
-    surgery = Surgery(OnnxEditor(model, view), view, vectors := Vectors())
+    rewriter = Rewriter(OnnxEditor(model, view), view, vectors := Vectors())
     with pytest.raises(LnrewriteError, match="LN301 test:.*nothing that the plan speaks of reads"):
-        surgery.apply(replace(stream, blocks=(lost,)), Edit(lost.name, (Affine(Where.OUT, vectors.add(G)),)), "test")
+        rewriter.apply(replace(stream, blocks=(lost,)), Edit(lost.name, (Affine(Where.OUT, vectors.add(G)),)), "test")
 
 
 # ---- stored precision, and memory ----

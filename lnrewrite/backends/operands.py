@@ -1,0 +1,53 @@
+"""The numbers that edits speak of: of vectors that a plan carries, and of parameters as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+
+import numpy as np
+
+from ..ir import Array, Centre, Edit, Gain, Normalise, Number, Rotation, Value
+from .editor import Editor, Handle, fail
+from .values import Change, Floats, centring, multiplying, rotating
+
+
+class Operands:
+    """Give the numbers that edits' values stand for; a gain or bias is the one from before the first edit."""
+
+    def __init__(self, editor: Editor[Handle], vectors: Mapping[str, Array]) -> None:
+        self.editor, self.vectors = editor, vectors
+        self.gains: dict[str, Floats] = {}
+
+    def remember(self, edits: Iterable[Edit]) -> None:
+        """Read the gains and biases that edits speak of: they mean those from before the first edit."""
+        for operation in (o for edit in edits for o in edit.operations):
+            values = [getattr(operation, field.name) for field in fields(operation)]
+            names = [value.param for value in values if isinstance(value, Gain)]
+            if isinstance(operation, Normalise):
+                names += [name for name in (operation.norm.gamma, operation.norm.beta) if name]
+            new = [name for name in names if name not in self.gains and self.editor.holds_value(name)]
+            self.gains |= {name: self.editor.read(name) for name in new}
+
+    def array(self, value: Value) -> Floats:
+        """Return a vector or a matrix in float64; a parameter's is the one from before the first edit."""
+        match value:
+            case Gain(param, plus_one):
+                return self.gains[param] + float(plus_one)
+            case Number(number):
+                return np.asarray(number)
+            case Centre() | Rotation():
+                fail(self.editor.label, f"{value} has no vector")
+            case _:
+                return np.asarray(self.vectors[value.digest], dtype=np.float64)
+
+    def change(self, value: Value, transposed: bool = False) -> Change:
+        """Return what multiplies each row [..., channels] by a value's matrix, or by its transpose."""
+        match value:
+            case Centre(width):
+                return centring(width)
+            case Rotation():
+                return rotating(value.transposed if transposed else value)
+            case _:
+                matrix = self.array(value)
+                return multiplying(matrix.T if transposed and matrix.ndim > 1 else matrix)
