@@ -1,7 +1,8 @@
 """The neutral graph's reachability, and what detection asks of it, against networkx.
 
 `OpGraph.reaches` answers from bitsets of chains, some thousand times faster than a search; one detection asks it
-70,000 times of a model with 126 layers. The library's searches are the judge of what it answers.
+70,000 times of a model with 126 layers. The library's searches are the judge of what it answers; dominators, which
+are asked of one branch at a time, are the library's own, and removing a node is their judge.
 """
 
 from __future__ import annotations
@@ -76,15 +77,14 @@ def test_an_inner_norm_is_on_the_main_path_where_it_dominates_the_branch(monkeyp
 
 
 def dominates(asker: sites.Sites, match: NormMatch, branch: str) -> bool:
-    """Return whether a norm dominates a branch's end, paths begun where a trunk value goes through weights."""
+    """Return whether a branch's end is out of reach, without the norm, of its source and of what went past weights."""
     graph = asker.graph
+    if not graph.reaches(match.output, branch):
+        return False
     states = {join.root for join in asker.joins}
-    flow = {n for n in graph.ops if n not in graph.constant and graph.reaches(n, branch)}
-    flow = {n for n in flow if any(graph.reaches(state, n) for state in states)}
-    heavy = [n for n in flow if graph[n].kind in WEIGHTED and not graph.reaches(match.output, n)]
-    edges = nx.DiGraph(drawn(graph).subgraph(flow))
-    edges.add_edges_from(("start", n) for n in (*heavy, match.source))
-    above, node = nx.immediate_dominators(edges, "start"), branch
-    while node not in ("start", match.output) and above.get(node) is not None:
-        node = above[node]
-    return node == match.output
+    edges = drawn(graph)
+    edges.remove_nodes_from(graph.constant)
+    edges.remove_edges_from([edge for state in states & set(edges) for edge in edges.in_edges(state)])
+    heavy = [n for n in edges if graph[n].kind in WEIGHTED and not graph.reaches(match.output, n)]
+    edges.remove_node(match.output)
+    return not any(nx.has_path(edges, start, branch) for start in (*heavy, match.source) if start in edges)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+
+import networkx as nx
 
 from ..ir import Kind, Linear, Site, Where
 from .edges import counted, readers, writers
@@ -10,6 +13,9 @@ from .joins import WEIGHTED, Join
 from .match import NormMatch
 from .modulation import modulation
 from .normed import NormedGraph
+
+START = "start"
+"""The node before all others, where dominators are asked for."""
 
 
 class Sites:
@@ -45,19 +51,24 @@ class Sites:
         return tuple(counted(self.graph, linear) for linear in made.linears) if whole else ()
 
     def dominates(self, match: NormMatch, branch: str) -> bool:
-        """Return whether every path from the norm's source's weights to the branch's end passes the norm."""
+        """Return whether a norm dominates the branch's end: every path from its source, or past weights, takes it."""
         graph = self.graph
         if not graph.reaches(match.output, branch):
             return False
-        index = graph.index[match.output]
-        for op in graph.between(match.source, branch):
-            if op.name in match.members or graph.index[op.name] < index or graph.reaches(match.output, op.name):
-                continue
-            return False
-        after = graph.between(match.output, branch)
-        beside = [n for o in after for n in o.data if n not in graph.constant and not graph.reaches(match.output, n)]
-        return not any(o.kind in WEIGHTED for n in beside for o in graph.between(self._root(n), n))
+        region = nx.DiGraph(self.open.subgraph({*nx.ancestors(self.open, branch), branch}))
+        past = (n for n in region if graph[n].kind in WEIGHTED and not graph.reaches(match.output, n))
+        region.add_edges_from((START, n) for n in [*past, match.source])
+        above = nx.immediate_dominators(region, START)
+        node = branch
+        while node not in (START, match.output):
+            node = above[node]
+        return node == match.output
 
-    def _root(self, name: str) -> str:
-        """Return the last trunk value that a node is computed from."""
-        return next((j.root for j in reversed(self.joins) if self.graph.reaches(j.root, name)), name)
+    @cached_property
+    def open(self) -> nx.DiGraph[str]:
+        """Return what is computed, streams cut open at their states: what comes before a value is of its branch."""
+        states = {join.root for join in self.joins}
+        edges = nx.DiGraph((read, op.name) for op in self.graph if op.name not in states for read in op.data)
+        edges.add_nodes_from(self.graph.names)
+        edges.remove_nodes_from(self.graph.constant)
+        return edges
