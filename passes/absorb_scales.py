@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from lnrewrite.algebra.basis import Closed, proposal
+from lnrewrite.algebra.basis import Closed
 from lnrewrite.errors import Code, LnrewriteError, Refusal
 from lnrewrite.ir import (
     Block,
@@ -32,16 +32,14 @@ from lnrewrite.ir import (
     site_name,
     sums,
 )
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 RANGE = (1e-2, 1e2)
 """How far the stream may change its size: beyond it, gains and eps leave the range where they are exact."""
 
 
 @dataclass(frozen=True)
-class AbsorbScales:
+class AbsorbScales(Pass):
     """Absorb LayerScale, residual multipliers, DeepNorm and KEEL alphas, 1/sqrt(l) behind norms, and trunk scalars.
 
     With D a factor (a number, or one per channel) and N_eps a norm:
@@ -86,14 +84,15 @@ class AbsorbScales:
 
     name: ClassVar[str] = "absorb-scales"
     exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
-    needs_data: ClassVar[bool] = False
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose an edit for each block with factors, and for each norm that reads a trunk whose size changes."""
         absorber = _Absorber(stream, context)
         edits = absorber.edits()
         refusals = tuple(absorber.refusals)
-        return proposal(stream, edits, "no factor stands beside it", refusals=refusals, vectors=absorber.vectors)
+        return Proposal(
+            tuple(edits), refusals=refusals, vectors=absorber.vectors, otherwise="no factor stands beside it"
+        )
 
 
 @dataclass

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lnrewrite.ir import Edit, Exactness, Gain, Kind, Norm, Proposal, SetNorm, Stream
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 
 @dataclass(frozen=True)
-class Canonicalize:
+class Canonicalize(Pass):
     """Drop gains of all ones and biases of all zeros, and store 1 + w gains as plain ones.
 
     Other passes then meet one convention, and a norm that was folded before shows it. With u the normalised value
@@ -43,9 +41,8 @@ class Canonicalize:
 
     name: ClassVar[str] = "canonicalize"
     exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
-    needs_data: ClassVar[bool] = False
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose an edit for each norm that has a plainer description."""
         edits: list[Edit] = []
         skipped = [(b.name, "the block holds no norm") for b in stream.blocks if not b.sites]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,9 +24,7 @@ from lnrewrite.ir import (
     Vectors,
     Where,
 )
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 _CARRIED = {
     Where.EMBEDDING: "the skip carries the norm's gain, so that its readers cannot take it over",
@@ -36,7 +34,7 @@ _CARRIED = {
 
 
 @dataclass(frozen=True)
-class FoldAffine:
+class FoldAffine(Pass):
     """Fold the gain and bias of reading norms into all the linears that read them.
 
     A bare norm is what other rewrites need (rotations, norm of norm, dropping a norm), and one multiply less to run.
@@ -69,11 +67,10 @@ class FoldAffine:
 
     name: ClassVar[str] = "fold-affine"
     exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
-    needs_data: ClassVar[bool] = False
 
     final: bool = False
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one edit for each norm: its affine goes, and every reader takes it over."""
         edits: list[Edit] = []
         refusals: list[Refusal] = []

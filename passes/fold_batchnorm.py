@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from lnrewrite.algebra.basis import proposal
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import (
     Block,
@@ -26,13 +25,11 @@ from lnrewrite.ir import (
     Vectors,
     Where,
 )
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 
 @dataclass(frozen=True)
-class FoldBatchnorm:
+class FoldBatchnorm(Pass):
     """Fold a batch norm with stored statistics into the linear or convolution before it or, failing that, behind it.
 
     At inference it is one affine map per channel, y = a x + s with a = gamma / sqrt(variance + eps), s = beta - a mean:
@@ -68,10 +65,9 @@ class FoldBatchnorm:
 
     name: ClassVar[str] = "fold-batchnorm"
     exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
-    needs_data: ClassVar[bool] = False
     everywhere: ClassVar[bool] = True
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one edit for each batch norm."""
         edits, refusals, vectors, folded = list[Edit](), list[Refusal](), Vectors(), set[Site]()
         for name, block, site in stream.located():
@@ -92,7 +88,7 @@ class FoldBatchnorm:
         if not stream.width and context.network.computed:
             weights = tuple(Freeze(node) for node in context.network.computed)
             edits.append(Edit(stream.blocks[0].name, weights, note=f"{len(weights)} computed weights stored"))
-        return proposal(stream, edits, "not a batch norm", refusals=tuple(refusals), vectors=vectors)
+        return Proposal(tuple(edits), refusals=tuple(refusals), vectors=vectors, otherwise="not a batch norm")
 
 
 def _affine(site: Site, context: Context, vectors: Vectors) -> tuple[Any, Any]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from lnrewrite.algebra.basis import proposal
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Edit, Exactness, Kind, Normalise, Proposal, SetNorm, Site, Stream, Where
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 
 @dataclass(frozen=True)
-class FoldEmbeddingNorm:
+class FoldEmbeddingNorm(Pass):
     """Replace a table by its normalised rows, where the embedding norm reads nothing but what is looked up in it.
 
     A norm works row by row, and a lookup picks rows:
@@ -46,17 +43,16 @@ class FoldEmbeddingNorm:
 
     name: ClassVar[str] = "fold-embedding-norm"
     exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
-    needs_data: ClassVar[bool] = False
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one edit for the embedding norm."""
         site, name = stream.embedding, f"{stream.name}.embedding"
         if site is None:
-            return proposal(stream, (), "not an embedding norm")
+            return Proposal(otherwise="not an embedding norm")
         if refusal := _refusal(stream, site, name):
-            return proposal(stream, (), "not an embedding norm", refusals=(refusal,))
+            return Proposal(refusals=(refusal,), otherwise="not an embedding norm")
         edit = Edit(name, (Normalise(stream.sources[0], site.norm), SetNorm(Where.EMBEDDING, None)))
-        return proposal(stream, (edit,), "not an embedding norm")
+        return Proposal((edit,), otherwise="not an embedding norm")
 
 
 def _refusal(stream: Stream, site: Site, name: str) -> Refusal | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from lnrewrite.algebra.basis import Basis, Closed, proposal
+from lnrewrite.algebra.basis import Basis, Closed
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import (
     Affine,
@@ -24,13 +24,11 @@ from lnrewrite.ir import (
     Where,
     site_name,
 )
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 
 @dataclass(frozen=True)
-class LayernormToRmsnorm:
+class LayernormToRmsnorm(Pass):
     """Turn every LayerNorm whose input can be kept at zero mean into an RMSNorm: same eps, same gain and bias.
 
     A LayerNorm is an RMSNorm of M x, with M = I - 11^T/n the matrix that takes the mean off:
@@ -70,12 +68,11 @@ class LayernormToRmsnorm:
 
     name: ClassVar[str] = "layernorm-to-rmsnorm"
     exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
-    needs_data: ClassVar[bool] = False
     everywhere: ClassVar[bool] = True
 
     sources: Literal["any", "weights"] = "any"
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one edit for the norms that read the stream, and one for each norm with linears of its own."""
         centre = _Centred(stream, Centre(stream.width), weights_only=self.sources == "weights")
         edits, refusals = list[Edit](), list[Refusal]()
@@ -92,7 +89,7 @@ class LayernormToRmsnorm:
             for site in block.sites:
                 if site.where in (Where.INNER, Where.OUT) and _layer(site):
                     _alone(stream, block, site, edits, refusals)
-        return proposal(stream, edits, "not a LayerNorm", refusals=tuple(refusals))
+        return Proposal(tuple(edits), refusals=tuple(refusals), otherwise="not a LayerNorm")
 
 
 def _layer(site: Site) -> bool:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import copysign, sqrt
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from lnrewrite.algebra.basis import Closed, proposal
+from lnrewrite.algebra.basis import Closed
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Edit, Exactness, Kind, Norm, Proposal, SetNorm, Stream, Vectors
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 
 @dataclass(frozen=True)
-class MergeNorms:
+class MergeNorms(Pass):
     """Merge a norm with the norm that it alone reads: N2(c N1(x)), where c is one number for all channels.
 
     With r the size that N1 divides by (its RMS or, for layer norm, its standard deviation) and N the kind of N1 (or
@@ -52,7 +50,6 @@ class MergeNorms:
     """
 
     name: ClassVar[str] = "merge-norms"
-    needs_data: ClassVar[bool] = False
     everywhere: ClassVar[bool] = True
 
     asymptotic: bool = False
@@ -62,7 +59,7 @@ class MergeNorms:
         """Return asymptotic where that is allowed, else algebraic."""
         return Exactness.ASYMPTOTIC if self.asymptotic else Exactness.ALGEBRAIC
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one edit for each norm of a norm."""
         edits, refusals, vectors = list[Edit](), list[Refusal](), Vectors()
         for name, block, site in stream.located():
@@ -77,7 +74,7 @@ class MergeNorms:
             gamma = context.gain(norm) * factor * np.ones(site.width or stream.width)
             note = "" if norm.kind is site.norm.over.kind else f"error below {site.norm.eps:.1g} mean^2 / (2 variance)"
             edits.append(Edit(target, (SetNorm(site.where, norm, vectors.add(gamma), index=index),), note=note))
-        return proposal(stream, edits, "it does not read a norm", refusals=tuple(refusals), vectors=vectors)
+        return Proposal(tuple(edits), refusals=tuple(refusals), vectors=vectors, otherwise="it does not read a norm")
 
     def _merged(self, top: Norm, under: Norm, context: Context) -> tuple[Norm, float]:
         """Return the one norm, and the factor of its gain. Raises Closed where there is none."""

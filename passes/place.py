@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lnrewrite.algebra.placement import WRITABLE, Walk, switches, usual_norm
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Block, Exactness, Placement, Proposal, Side, Stream, Where
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 WANTED = {
     Placement.PRE: {Where.IN},
@@ -22,7 +20,7 @@ WANTED = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(Pass):
     """Convert blocks to one placement: insert, remove and move norms, and fit what compensates them on data.
 
     A placement is three switches per block: is there a norm where the branch reads (in), where it ends (out), on the
@@ -73,7 +71,7 @@ class Place:
     norm: Literal["auto", "layer", "rms"] = "auto"
     blocks: str | None = None
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Return the edits that take the selected blocks of a stream to `to`."""
         target = Placement(self.to)
         chosen = [b for b in stream.blocks if b.name in context.selected(self.blocks)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import floor, log2
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lnrewrite.algebra.basis import Basis, Closed, proposal
+from lnrewrite.algebra.basis import Basis, Closed
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import (
     Affine,
@@ -32,9 +32,7 @@ from lnrewrite.ir import (
     Where,
     site_name,
 )
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 FP16 = 65504.0
 LARGEST = 1e9
@@ -43,7 +41,7 @@ MASK = 1e30
 
 
 @dataclass(frozen=True)
-class RescaleStream:
+class RescaleStream(Pass):
     """Multiply every state of the stream by `by`; the outputs stay.
 
     A norm does not see the size of what it reads, but for its eps, which goes along:
@@ -103,19 +101,19 @@ class RescaleStream:
         """Return True: a fit looks at data; the edits are exact all the same."""
         return self.fit is not None
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one change of the whole stream and, for a fit, of the linears inside branches."""
         if not stream.width:
-            return proposal(stream, (), "it is on no stream")
+            return Proposal(otherwise="it is on no stream")
         fit = Fit(stream, context.peaks() if self.fit else {}, self.share * FP16)
         by = fit.stream() if self.by is None else self.by
         scaled = _Scaled(stream, Number(by), context=context, inner=fit.inner())
         try:
             edits = scaled.edits() if by != 1 or scaled.inner else ()
         except Closed as closed:
-            return proposal(stream, (), closed.found.why, refusals=(closed.refusal(stream.name),))
+            return Proposal(refusals=(closed.refusal(stream.name),))
         edits = (*edits, *fit.arms())
-        return proposal(stream, edits, "nothing to scale", refusals=tuple(fit.left()), vectors=scaled.vectors)
+        return Proposal(tuple(edits), refusals=tuple(fit.left()), vectors=scaled.vectors, otherwise="nothing to scale")
 
 
 @dataclass

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from lnrewrite.algebra.basis import Basis, Choice, Closed, proposal
+from lnrewrite.algebra.basis import Basis, Choice, Closed
 from lnrewrite.errors import Code
 from lnrewrite.ir import (
     Block,
@@ -24,15 +24,13 @@ from lnrewrite.ir import (
     Where,
     site_name,
 )
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 FOLD = "run fold-affine{final=true} first (after untie where the head is tied)"
 
 
 @dataclass(frozen=True)
-class RotateStream:
+class RotateStream(Pass):
     """Change the basis of the stream by an orthogonal matrix Q, block-diagonal with equal blocks.
 
     An RMSNorm without gain and bias does not see a rotation, so that the linears behind it can take it back:
@@ -72,7 +70,6 @@ class RotateStream:
 
     name: ClassVar[str] = "rotate-stream"
     exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
-    needs_data: ClassVar[bool] = False
 
     kind: Literal["hadamard", "random"] = "hadamard"
     block: int = 0
@@ -82,15 +79,15 @@ class RotateStream:
         if self.block < 0 or self.seed < 0:
             raise ValueError("block and seed must not be negative")
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one change of the whole stream."""
         if not stream.width:
-            return proposal(stream, (), "it is on no stream")
+            return Proposal(otherwise="it is on no stream")
         try:
             edits = _Rotated(stream, Rotation(self.kind, self._size(stream.width), self.seed)).edits()
         except Closed as closed:
-            return proposal(stream, (), closed.found.why, refusals=(closed.refusal(stream.name),))
-        return proposal(stream, edits, "a norm without gain does not see a rotation")
+            return Proposal(refusals=(closed.refusal(stream.name),))
+        return Proposal(tuple(edits), otherwise="a norm without gain does not see a rotation")
 
     def _size(self, width: int) -> int:
         """Return the size of a block of Q. Raises Closed LN124 where the blocks do not fill the width."""

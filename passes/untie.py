@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lnrewrite import ir
-from lnrewrite.algebra.basis import proposal
 from lnrewrite.ir import Edit, Exactness, Linear, Proposal, Stream
-
-if TYPE_CHECKING:
-    from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 
 @dataclass(frozen=True)
-class Untie:
+class Untie(Pass):
     """Make every use of a shared parameter but the first read a copy, so that other passes can change one alone.
 
         y = W x,  z = W[i]     becomes     y = W' x,  z = W[i],     W' = W
@@ -46,11 +43,10 @@ class Untie:
 
     name: ClassVar[str] = "untie"
     exactness: ClassVar[Exactness] = Exactness.STRUCTURAL
-    needs_data: ClassVar[bool] = False
 
     what: Literal["head", "all"] = "head"
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
+    def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose a copy for each use that is not the first."""
         tables = {s.param for other in context.network.streams for s in other.sources if s.table}
         seen: set[str] = set()
@@ -62,7 +58,7 @@ class Untie:
                 shape = "x".join(map(str, context.shape(linear.param)))
                 note = f"a copy of {linear.param}: {shape} numbers more"
                 edits.append(Edit(target, (ir.Untie(linear),), note=note))
-        return proposal(stream, edits, "it shares no parameter that is to be copied")
+        return Proposal(tuple(edits), otherwise="it shares no parameter that is to be copied")
 
 
 def _uses(stream: Stream) -> Iterator[tuple[str, Linear]]:

@@ -15,7 +15,7 @@ from lnrewrite.errors import LnrewriteError, Refusal, Refused, UsageError
 from lnrewrite.ir import Block, Edit, Exactness, Kind, Network, Norm, Proposal, SetNorm, Site, Stream, Where
 from lnrewrite.ir.select import select
 from lnrewrite.layout import WIDTH
-from lnrewrite.pipeline import Batch, Context, Pipeline, Samples
+from lnrewrite.pipeline import Batch, Context, Pass, Pipeline, Samples
 from lnrewrite.pipeline.results import Drift
 
 
@@ -452,6 +452,34 @@ def test_a_pass_without_data_gets_no_samples(script: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(Bare, "needs_data", False)
     with pytest.raises(RuntimeError, match="needs no data"):
         script(put_out).run(machine())
+
+
+@dataclass(frozen=True)
+class Based(Pass):
+    """Stand on the base class: claim exact edits, and propose what a test puts into `script`."""
+
+    name: ClassVar[str] = "based"
+    exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
+    script: ClassVar[Callable[[Stream, Context], Proposal]]
+
+    def plan(self, stream: Stream, context: Context) -> Proposal:
+        return type(self).script(stream, context)
+
+
+def test_the_base_class_checks_what_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream("s", 4, (Block("b", "mlp", (Site(Where.IN, RMS),)), Block("empty")), final=Site(Where.FINAL, RMS))
+
+    def proposed(proposal: Proposal) -> Proposal:
+        monkeypatch.setattr(Based, "script", lambda s, c: proposal, raising=False)
+        return Based().propose(stream, Context(Network((stream,)), dict, bool, bool, str))
+
+    edit = Edit("b", (SetNorm(Where.IN, None),))
+    assert proposed(Proposal((edit,), otherwise="no")).not_applicable == (("s.final", "no"), ("empty", "no"))
+    assert proposed(Proposal(refusals=(no("LN110", "s"),), otherwise="no")).not_applicable == ()
+    with pytest.raises(RuntimeError, match="says nothing of 'empty'"):
+        proposed(Proposal((edit,)))
+    with pytest.raises(RuntimeError, match="claims algebraic edits and expects an error at 'b'"):
+        proposed(Proposal((replace(edit, expected=0.1),), otherwise="no"))
 
 
 def test_a_pass_sees_what_the_one_before_it_made(script: Any) -> None:

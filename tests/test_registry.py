@@ -15,7 +15,7 @@ import pytest
 
 from lnrewrite.errors import LnrewriteError, UsageError
 from lnrewrite.ir import Exactness, Proposal, Stream
-from lnrewrite.pipeline import Context, Pipeline, registry
+from lnrewrite.pipeline import Context, Pass, Pipeline, registry
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,6 +39,13 @@ class Half:
     """Lack all but a name."""
 
     name: ClassVar[str] = "half"
+
+
+@dataclass(frozen=True)
+class Unplanned(Pass):
+    """Lack what the base class cannot give."""
+
+    name: ClassVar[str] = "unplanned"
 
 
 class Alias(Mine):
@@ -105,6 +112,7 @@ def test_one_package_registered_twice_is_no_clash(register: Register) -> None:
         ("not_installed_at_all:Pass", "ModuleNotFoundError"),
         (f"{__name__}:Nothing", "AttributeError"),
         (f"{__name__}:Half", "it has no exactness, needs_data, propose"),
+        (f"{__name__}:Unplanned", "it has no exactness, plan"),
         (f"{__name__}:ROOT", "it has no"),
         ("builtins:dict", "it has no"),
     ],

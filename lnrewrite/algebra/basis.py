@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..errors import Code, Refusal
 from ..ir import (
@@ -24,16 +23,13 @@ from ..ir import (
     FoldReader,
     Linear,
     Operation,
-    Proposal,
     Rotation,
     ScaleWriter,
-    SetNorm,
     Side,
     Site,
     Stream,
     Value,
     Where,
-    site_name,
 )
 
 Weights = FoldReader | ScaleWriter
@@ -252,21 +248,3 @@ def effect(change: Weights) -> Hashable:
     if isinstance(change, FoldReader) and isinstance(scale, Rotation):
         scale = scale.transposed
     return linear_of(change).axis, scale, change.shift
-
-
-def proposal(stream: Stream, edits: Iterable[Edit], why: str, **rest: Any) -> Proposal:
-    """Return a proposal in which every site that no edit sets and no refusal names is not applicable, and why."""
-    edits = tuple(edits)
-    blocks = {b.name: b for b in stream.blocks}
-    named: set[str] = {r.site for r in rest.get("refusals", ())}
-    for edit in edits:
-        block = blocks.get(edit.target)
-        for operation in edit.operations:
-            site = block.at(operation.where, operation.index) if block and isinstance(operation, SetNorm) else None
-            if isinstance(operation, SetNorm):
-                named.add(site_name(block, site) if block and site else edit.target)
-        named |= {edit.target} if block and not block.sites else set()
-    owners = {site_name(b, s): b.name for b in stream.blocks for s in b.sites}
-    wanted = [name for name, _ in stream.sites()] + [b.name for b in stream.blocks if not b.sites]
-    silent = [n for n in wanted if named.isdisjoint({n, owners.get(n, n), stream.name})]
-    return Proposal(edits, not_applicable=tuple((name, why) for name in silent), **rest)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ..errors import Refusal
+from .network import Stream, site_name
 from .parts import Linear, Norm, Scale, Where
 
 
@@ -193,12 +194,34 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Hold what one pass wants to do to one stream; `vectors` are the arrays its edits point to."""
+    """Hold what one pass wants to do to one stream; `vectors` are the arrays its edits point to.
+
+    `otherwise` is why a site that nothing here names is not applicable; without it each site has to be named.
+    """
 
     edits: tuple[Edit, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     not_applicable: tuple[tuple[str, str], ...] = ()
     vectors: Mapping[str, Array] = field(default_factory=dict, compare=False)
+    otherwise: str = field(default="", compare=False)
+
+    def completed(self, stream: Stream) -> Proposal:
+        """Return the proposal with a row for each site of the stream that no edit sets and nothing else names."""
+        if not self.otherwise:
+            return self
+        named = {r.site for r in self.refusals} | {site for site, _ in self.not_applicable}
+        blocks = {b.name: b for b in stream.blocks}
+        for edit in self.edits:
+            block = blocks.get(edit.target)
+            for operation in (o for o in edit.operations if isinstance(o, SetNorm)):
+                site = block.at(operation.where, operation.index) if block else None
+                named.add(site_name(block, site) if block and site else edit.target)
+            named |= {edit.target} if block and not block.sites else set()
+        owners = {site_name(b, s): b.name for b in stream.blocks for s in b.sites}
+        wanted = [name for name, _ in stream.sites()] + [b.name for b in stream.blocks if not b.sites]
+        silent = [n for n in wanted if named.isdisjoint({n, owners.get(n, n), stream.name})]
+        rows = (*self.not_applicable, *((name, self.otherwise) for name in silent))
+        return replace(self, not_applicable=rows, otherwise="")
 
 
 class Vectors(dict[str, Array]):

@@ -18,7 +18,7 @@ from ..errors import Code, LnrewriteError
 from ..ir import Exactness, Network
 from .feed import Feed
 from .presets import PRESETS
-from .protocols import Batch, M, Pass
+from .protocols import Batch, M, Proposer
 from .report import Report, unknown_norms
 from .results import Drift
 from .sounding import Scope, Unproved, Witness
@@ -34,7 +34,7 @@ class Pipeline:
     canonicalize,fold-affine
     """
 
-    passes: tuple[Pass, ...]
+    passes: tuple[Proposer, ...]
     PRESETS: ClassVar[Mapping[str, str]] = {name: text for name, (_, text) in PRESETS.items()}
     """The pipelines that have a name, as text."""
 

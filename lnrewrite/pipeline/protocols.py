@@ -14,13 +14,10 @@ Batch = Mapping[str, Any] | Sequence[Any]
 """One call's inputs: a mapping of keyword inputs, or a sequence of positional ones."""
 
 
-class Pass(Protocol):
-    """Propose edits to one stream: a frozen dataclass whose fields are its options; it never mutates anything.
+class Proposer(Protocol):
+    """Describe what a pipeline runs: a `Pass`, or any frozen dataclass that holds what is named here.
 
-    `name` is the kebab-case word in pipelines. `exactness` is what its edits claim, `needs_data` whether it looks at
-    samples; both are class variables, or properties where they depend on the options. A pass may add `needs_blocks`:
-    true refuses a model in which no block was found, with detection's reasons; without it such a model stays as it is.
-    With `everywhere` it sees the norms on no stream too, as the inner norms of a stream of width 0 (`Network.rest`).
+    One without the base class may add `needs_blocks` and `everywhere`, which mean what they do there.
     """
 
     name: ClassVar[str]

@@ -87,6 +87,7 @@ def _load(entry: EntryPoint, error: type[LnrewriteError]) -> type[Any]:
     with code_of_others(lambda why: error(Code.LN005, what, f"importing {_origin(entry)} failed: {why}", remedy)):
         cls = entry.load()
     lacks = [member for member in _MEMBERS if not hasattr(cls, member)]
+    lacks += sorted(getattr(cls, "__abstractmethods__", ()))
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)) or lacks:
         why = f"it has no {', '.join(lacks)}" if lacks else "it is not a dataclass"
         remedy = "see examples/custom_pass for the shape of one"

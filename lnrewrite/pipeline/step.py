@@ -1,4 +1,4 @@
-"""Run one pass on a program: ask it what it wants, hold it to have spoken of every site, carry out what is left."""
+"""Run one pass on a program: ask it what it wants, carry out what is not refused, and count."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import LnrewriteError, Refusal, Refused
-from ..ir import Exactness, Network, Proposal, Stream, site_name
+from ..ir import Exactness, Network
+from .base import proposed
 from .feed import Feed
-from .protocols import Batch, Context, M, Pass
+from .protocols import Batch, Context, M, Proposer
 from .report import Expected, Skipped, Step
 from .sounding import Unproved, Witness, sound
 from .spec import spell
@@ -32,7 +33,7 @@ class Done:
 
 
 def run_step(
-    item: Pass,
+    item: Proposer,
     current: M,
     network: Network,
     feed: Feed,
@@ -47,15 +48,13 @@ def run_step(
     """
     started = time.perf_counter()
     text = spell(item)
-    samples, peaks = _once(item, current.samples, feed), _once(item, current.peaks, feed)
+    samples, peaks = _once(current.samples, feed), _once(current.peaks, feed)
     ask = (current.is_ones, current.is_zeros, current.values)
     context = Context(network, samples, *ask, seed, current.shape, current.affine, peaks)
     proposals = []
     rest = (network.rest,) if getattr(item, "everywhere", False) and (network.elsewhere or network.computed) else ()
     for stream in (*network.streams, *rest):
-        proposal = item.propose(stream, context)
-        _check(text, stream, proposal)
-        proposals.append((stream, proposal))
+        proposals.append((stream, proposed(item, stream, context)))
     refusals = tuple(r for _, p in proposals for r in p.refusals) or _unseen(item, network)
     if refusals and not partial:
         raise Refused(refusals)
@@ -84,13 +83,11 @@ def run_step(
     return current, Done(step, item.exactness, refusals, skipped, expected, unproved, network)
 
 
-def _once(item: Pass, run: Callable[[Sequence[Batch]], T], feed: Feed) -> Callable[[], T]:
-    """Return what runs the model on the data for one pass, at most once."""
+def _once(run: Callable[[Sequence[Batch]], T], feed: Feed) -> Callable[[], T]:
+    """Return what runs the model on the data, at most once."""
     memory: list[T] = []
 
     def ask() -> T:
-        if not item.needs_data:
-            raise RuntimeError(f"{item.name} asks for samples but says that it needs no data")
         if not memory:
             memory.append(run(feed.fit))
         return memory[0]
@@ -98,27 +95,8 @@ def _once(item: Pass, run: Callable[[Sequence[Batch]], T], feed: Feed) -> Callab
     return ask
 
 
-def _unseen(item: Pass, network: Network) -> tuple[Refusal, ...]:
+def _unseen(item: Proposer, network: Network) -> tuple[Refusal, ...]:
     """Return detection's own refusals where it found no block and the pass cannot do without one."""
     if network.blocks or not getattr(item, "needs_blocks", False):
         return ()
     return network.refusals
-
-
-def _check(text: str, stream: Stream, proposal: Proposal) -> None:
-    """Raise RuntimeError where a proposal skips a site silently, or edits what is not there: a fault of the pass."""
-    ends = {f"{stream.name}.embedding": stream.embedding, f"{stream.name}.final": stream.final}
-    sites = {block.name: {site_name(block, site) for site in block.sites} for block in stream.blocks}
-    targets = {edit.target for edit in proposal.edits}
-    if strange := sorted(targets - ends.keys() - sites.keys()):
-        raise RuntimeError(f"{text} edits {strange[0]!r}, which is no block and no end of stream {stream.name!r}")
-    named = targets | {r.site for r in proposal.refusals} | {site for site, _ in proposal.not_applicable}
-    if stream.name in named:
-        return
-    for name, held in sites.items():
-        if name not in named and not (held and held <= named):
-            silent = min(held - named, default=name)
-            raise RuntimeError(f"{text} says nothing of {silent!r}: a site is edited, refused or not applicable")
-    for end, site in ends.items():
-        if site and end not in named:
-            raise RuntimeError(f"{text} says nothing of {end!r}: a site is edited, refused or not applicable")

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Edit, Exactness, Gain, Proposal, SetNorm, Site, Stream, Where, site_name
-from lnrewrite.pipeline import Context
+from lnrewrite.pipeline import Context, Pass
 
 
 @dataclass(frozen=True)
-class PlusOneGains:
+class PlusOneGains(Pass):
     """Store every norm's gain g as w = g - 1 and compute with 1 + w, as Gemma does.
 
     Weight decay pulls w towards 0, so gains go to 1 and not to 0: do this before a network is trained further.
@@ -26,12 +26,11 @@ class PlusOneGains:
 
     name: ClassVar[str] = "plus-one-gains"
     exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
-    needs_data: ClassVar[bool] = False
 
     blocks: str | None = None
 
-    def propose(self, stream: Stream, context: Context) -> Proposal:
-        """Return one edit, refusal or "not applicable" row for each norm, and a row for each block without any."""
+    def plan(self, stream: Stream, context: Context) -> Proposal:
+        """Return one edit, refusal or "not applicable" row for each norm; a block without any needs no more words."""
         uses = Counter(s.norm.gamma for t in context.network.streams for _, s in t.sites())
         chosen = context.selected(self.blocks)
         edits, refusals, skipped = list[Edit](), list[Refusal](), list[tuple[str, str]]()
@@ -51,8 +50,7 @@ class PlusOneGains:
                 refusals.append(Refusal(Code.LN102, name, why, "give each norm a gain of its own"))
             else:
                 edits.append(Edit(target, (_rewrite(site),)))
-        skipped += [(block.name, "the block has no norm") for block in stream.blocks if not block.sites]
-        return Proposal(tuple(edits), tuple(refusals), tuple(skipped))
+        return Proposal(tuple(edits), tuple(refusals), tuple(skipped), otherwise="the block has no norm")
 
 
 def _sites(stream: Stream) -> Iterator[tuple[str, str, Site]]:
