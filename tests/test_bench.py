@@ -147,8 +147,8 @@ def test_on_cuda_free_sizes_become_those_of_the_inputs(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "says"),
     [
-        ('g (float[n,4] z) => (float[n,4] y) { y = Relu (z) }', "LN520", "lacks input z"),
-        ('g (float[n,4,1] x) => (float[n,4,1] y) { y = Relu (x) }', "LN520", "x has shape"),
+        ('g (float[n,4] z) => (float[n,4] y) { y = Relu (z) }', "LN520", "z missing"),
+        ('g (float[n,4,1] x) => (float[n,4,1] y) { y = Relu (x) }', "LN520", "expected x float32"),
         ('g (float[n,4] x) => (float[n,5] y) <float[5,5] w = {1.0}> { y = Relu (x) }', "LN030", ""),
         ('g (float[n,4] x) => (float[n,4] y) { y = Nag (x) }', "LN520", "does not run"),
     ],

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lnrewrite as lnr
-from lnrewrite.data.batches import Batch, load_data, synthetic
+from lnrewrite.backends.inputs import Tensors
+from lnrewrite.data.batches import load_data, synthetic
 from lnrewrite.errors import LnrewriteError
 
 EXAMPLE = {"x": torch.zeros(2, 16, 4), "ids": torch.zeros(2, 16, dtype=torch.int64), "flag": True}
@@ -34,7 +35,7 @@ def fails(data: Path | str, example: Any = EXAMPLE, **options: Any) -> Lnrewrite
     return caught.value
 
 
-def joined(batches: list[Batch], name: str) -> Tensor:
+def joined(batches: list[Tensors], name: str) -> Tensor:
     return torch.cat([batch[name] for batch in batches])
 
 
@@ -83,7 +84,7 @@ def test_free_and_fixed_axes(tmp_path: Path) -> None:
         ({"mask": np.ones(3)}, "mask unknown"),
         ({"x": np.ones((3, 16, 4), int)}, "found x int64[3, 16, 4]"),
         ({"ids": np.ones((3, 16))}, "expected ids int64[2, 16]"),
-        ({"x": np.ones((16, 4))}, "axis 0 counts samples"),
+        ({"x": np.ones((16, 4))}, "the first counts samples"),
         ({"x": np.ones((3, 16, 5))}, "axis 2 is fixed"),
         ({"x": np.ones((2, 16, 4))}, "x 2, ids 3"),
         ({"x": np.full((3, 16, 4), np.nan)}, "NaN"),
@@ -127,16 +128,16 @@ def test_files_that_are_no_data(tmp_path: Path) -> None:
 
 BATCHES = [{"input_ids": torch.full((2, 3), i)} for i in range(3)]
 TUPLES = [(torch.ones(1, 16, 4), np.ones((1, 16), int))]
-EMPTY: list[Batch] = []
+EMPTY: list[Tensors] = []
 WRONG = [{"input_ids": torch.ones(2, 3)}]
 
 
-def endless() -> Iterator[Batch]:
+def endless() -> Iterator[Tensors]:
     while True:
         yield {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}
 
 
-def breaking() -> Iterator[Batch]:
+def breaking() -> Iterator[Tensors]:
     yield BATCHES[0]
     raise OSError("disk gone")
 
@@ -155,7 +156,7 @@ def test_iterables() -> None:
         ("WRONG", "expected input_ids int64"),
         ("breaking", "batch 1 raised OSError: disk gone"),
         ("nothing", "no 'nothing'"),
-        ("IDS", "no array of numbers"),  # a dict is iterable too: over its keys
+        ("IDS", "not an array of numbers"),  # a dict is iterable too: over its keys
     ],
 )
 def test_iterables_that_do_not_fit(name: str, word: str) -> None:

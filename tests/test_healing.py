@@ -21,13 +21,15 @@ import lnrewrite as lnr
 import zoo
 from commands import fails, ok, started
 from lnrewrite import demo
+from lnrewrite.backends.inputs import spec_of
 from lnrewrite.cli import main
+from lnrewrite.data.batches import Data
 from lnrewrite.healing import snapshots
 from lnrewrite.healing.config import HealingConfig
-from lnrewrite.healing.feed import Arrays, Stream, Windows
 from lnrewrite.healing.losses import Mix, Objective
 from lnrewrite.healing.outcome import picture
 from lnrewrite.healing.session import heal
+from lnrewrite.healing.sources import Arrays, IterableSource, Windows
 from lnrewrite.healing.world import World
 from lnrewrite.models.program import Program
 from tiers import rows
@@ -388,16 +390,17 @@ def test_bf16_and_recomputing_train_too(pair: Any, text: str) -> None:
 
 def test_feeds_repeat_themselves_and_hold_out() -> None:
     tokens = torch.arange(1000)
-    windows = Windows(tokens, {"ids": tokens}, 4, 4, 8, 0, "d")
-    arrays = Arrays({"ids": torch.arange(100).reshape(50, 2)}, 4, 4, 0, "d")
-    stream = Stream(lambda: ({"ids": torch.tensor([[i]])} for i in range(20)), "d")
+    data = Data("d", spec_of({"ids": tokens}), length=8)
+    windows = Windows(tokens, data, 4, 4, 0)
+    arrays = Arrays({"ids": torch.arange(100).reshape(50, 2)}, data, 4, 4, 0)
+    stream = IterableSource(lambda: ({"ids": torch.tensor([[i]])} for i in range(20)), data)
     for feed in (windows, arrays, stream):
         numbers = [feed.batch(i)["ids"] for i in range(30)]
         again = [feed.batch(i)["ids"] for i in range(7, 30)]
         assert all(torch.equal(a, b) for a, b in zip(numbers[7:], again, strict=True))
         kept = {int(v) for batch in feed.held_out for v in batch["ids"].flatten()}
         assert kept and kept.isdisjoint(int(v) for batch in numbers for v in batch.flatten())
-    assert not torch.equal(windows.batch(0)["ids"], Windows(tokens, {"ids": tokens}, 4, 4, 8, 1, "d").batch(0)["ids"])
+    assert not torch.equal(windows.batch(0)["ids"], Windows(tokens, data, 4, 4, 1).batch(0)["ids"])
     epoch = torch.cat([arrays.batch(i)["ids"] for i in range(12)])
     assert len(set(epoch[:, 0].tolist())) == 48  # every row once before any row twice
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lnrewrite.backends.inputs import draw_one
 from lnrewrite.data.infer import infer_inputs, vocabulary_of
-from lnrewrite.data.inputs import Inputs, parse_inputs, random_tensor
+from lnrewrite.data.inputs import Inputs, parse_inputs
 from lnrewrite.errors import LnrewriteError
+from lnrewrite.ir.inputs import Input, role_of
 
 
 def fails(code: str, call: Any) -> LnrewriteError:
@@ -60,14 +62,14 @@ def test_seed_and_vocabulary() -> None:
 
 def test_names_that_say_what_they_hold() -> None:
     generator = torch.Generator().manual_seed(0)
-    made = {
-        name: random_tensor(name, torch.int64, (2, 3), generator, 9)
-        for name in ("attention_mask", "token_type_ids", "position_ids")
-    }
-    assert made["attention_mask"].tolist() == [[1, 1, 1]] * 2
-    assert made["token_type_ids"].tolist() == [[0, 0, 0]] * 2
-    assert made["position_ids"].tolist() == [[0, 1, 2]] * 2
-    assert random_tensor("ids", torch.uint8, (9,), generator, 10**6).dtype is torch.uint8
+
+    def made(name: str, dtype: str, rows: int) -> Tensor:
+        return draw_one(Input(name, dtype, (2, 3), (2, 3), role_of(name, dtype), rows), generator)
+
+    assert made("attention_mask", "int64", 9).tolist() == [[1, 1, 1]] * 2
+    assert made("token_type_ids", "int64", 9).tolist() == [[0, 0, 0]] * 2
+    assert made("position_ids", "int64", 9).tolist() == [[0, 1, 2]] * 2
+    assert made("ids", "uint8", 10**6).dtype is torch.uint8
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import lnrewrite as lnr
 import zoo
 from lnrewrite import demo
 from lnrewrite.healing.config import HealingConfig
-from lnrewrite.healing.feed import Feed, Rows
 from lnrewrite.healing.losses import IGNORED, Objective
 from lnrewrite.healing.rehearsal import Rehearsed
+from lnrewrite.healing.sources import BatchSource, Tensors
 
 LIMITS = {"input_ids": 900, "token_type_ids": 2}
 
 
-class Given(Feed):
+class Given(BatchSource):
     """Give rows of ascending tokens, the last of the first row masked."""
 
     def __init__(self, rows: int, labels: Tensor | None = None) -> None:
@@ -30,11 +30,11 @@ class Given(Feed):
         self.whole |= {} if labels is None else {"labels": labels}
         self.held_out = [self.whole]
 
-    def batch(self, index: int) -> Rows:
+    def batch(self, index: int) -> Tensors:
         return self.whole
 
 
-def rehearsed(feed: Feed, share: float = 0.25, ids: str = "input_ids") -> Rehearsed:
+def rehearsed(feed: BatchSource, share: float = 0.25, ids: str = "input_ids") -> Rehearsed:
     return Rehearsed(feed, share, LIMITS, Objective(ids, ("attention_mask",), True), seed=3)
 
 

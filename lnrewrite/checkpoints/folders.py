@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..backends.inputs import draw, spec_of
 from ..backends.rewriter import Rewriter
 from ..backends.torch.capture import Capture, capture_module, quiet
 from ..backends.torch.feeding import flat_inputs
@@ -25,6 +26,7 @@ from ..data.infer import given_inputs, infer_inputs
 from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
 from ..ir import Exactness, Proposal, Stream
+from ..ir.inputs import InputSpec, Role
 from ..live.ports import children
 from ..live.recipes import Recipe
 from ..live.rewriting import EXACT, ROUNDED, difference, restructure, rewrite
@@ -236,17 +238,9 @@ def _not_as_planned(source: Source, why: str) -> LnrewriteError:
 
 def _drawn(inputs: Mapping[str, Any], rows: Mapping[str, int], seed: int) -> dict[str, Any]:
     """Return inputs with values for inputs without: ids below a table's rows, ones, or normal numbers."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(name: str, like: Any) -> Any:
-        if not isinstance(like, torch.Tensor):
-            return like
-        if like.is_floating_point():
-            return torch.randn(like.shape, generator=generator).to(like.dtype)
-        ids = torch.randint(rows[name], like.shape, generator=generator) if name in rows else torch.ones(like.shape)
-        return ids.to(like.dtype)
-
-    return {name: draw(name, like) for name, like in inputs.items()}
+    spec = spec_of(inputs, {}, rows)
+    plain = (replace(i, role=i.role if i.role is Role.VALUES else Role.IDS if i.rows else Role.MASK) for i in spec)
+    return {**inputs, **draw(InputSpec(tuple(plain)), seed)}
 
 
 def _run(module: CapturedModule, read: Read, inputs: Mapping[str, Any]) -> Any:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.inputs import draw_one
 from ..errors import Code, LnrewriteError, did_you_mean
 from ..files.output import named_path
+from ..ir.inputs import Input, role_of
 from .files import read_tensors
 
 BATCH, LENGTH = 2, 16  # sizes of an example: sequences of 16, or shorter where a model takes no longer ones
@@ -22,16 +24,16 @@ _SPEC = re.compile(r"([A-Za-z_]\w*)=(\w+)\[([^\[\]]*)\]")
 _DTYPES = {
     name: dtype
     for dtype, names in {
-        torch.float32: "float32 float f32 fp32",
-        torch.float64: "float64 double f64 fp64",
-        torch.float16: "float16 half f16 fp16",
-        torch.bfloat16: "bfloat16 bf16",
-        torch.int64: "int64 long i64",
-        torch.int32: "int32 int i32",
-        torch.int16: "int16 i16",
-        torch.int8: "int8 i8",
-        torch.uint8: "uint8 u8",
-        torch.bool: "bool",
+        "float32": "float32 float f32 fp32",
+        "float64": "float64 double f64 fp64",
+        "float16": "float16 half f16 fp16",
+        "bfloat16": "bfloat16 bf16",
+        "int64": "int64 long i64",
+        "int32": "int32 int i32",
+        "int16": "int16 i16",
+        "int8": "int8 i8",
+        "uint8": "uint8 u8",
+        "bool": "bool",
     }.items()
     for name in names.split()
 }
@@ -62,8 +64,9 @@ def parse_inputs(specs: Sequence[str], *, seed: int = 0, vocabulary: int = 2) ->
         found: dict[str, Tensor] = {}
         if match := _SPEC.fullmatch(spec.strip()):
             name, dtype, dims = match[1], _dtype(spec, match[2]), _dims(spec, match[3])
-            shape = [d if isinstance(d, int) else _size(d, sizes) for d in dims]
-            found[name] = random_tensor(name, dtype, shape, generator, vocabulary)
+            shape = tuple(d if isinstance(d, int) else _size(d, sizes) for d in dims)
+            described = Input(name, dtype, tuple(dims), shape, role_of(name, dtype), vocabulary)
+            found[name] = draw_one(described, generator)
             dynamic |= {name: axes} if (axes := {i: d for i, d in enumerate(dims) if isinstance(d, str)}) else {}
         else:
             positional, found = _read(spec)
@@ -74,34 +77,15 @@ def parse_inputs(specs: Sequence[str], *, seed: int = 0, vocabulary: int = 2) ->
     return Inputs(args, kwargs, dynamic)
 
 
-def random_tensor(
-    name: str, dtype: torch.dtype, shape: Sequence[int], generator: torch.Generator, vocabulary: int
-) -> Tensor:
-    """Draw a tensor for the input `name`: floats normal, integers uniform in [0, vocabulary).
-
-    What a name says about integers is heeded: masks are ones, token types zeros, positions count up.
-    """
-    if "mask" in name or dtype is torch.bool:
-        return torch.ones(tuple(shape), dtype=dtype)
-    if dtype.is_floating_point:
-        return torch.randn(tuple(shape), generator=generator).to(dtype)
-    if "type" in name or "segment" in name:
-        return torch.zeros(tuple(shape), dtype=dtype)
-    if "position" in name and shape:
-        return torch.arange(shape[-1]).expand(tuple(shape)).to(dtype).contiguous()
-    limit = min(vocabulary, torch.iinfo(dtype).max)
-    return torch.randint(0, max(limit, 1), tuple(shape), generator=generator).to(dtype)
-
-
 def _bad(
     spec: str, why: str, remedy: str = "write name=dtype[d0,d1,...], or the path of an .npz or .pt file"
 ) -> LnrewriteError:
     return LnrewriteError(Code.LN021, f"--input {spec!r}", why, remedy)
 
 
-def _dtype(spec: str, name: str) -> torch.dtype:
+def _dtype(spec: str, name: str) -> str:
     if name not in _DTYPES:
-        raise _bad(spec, f"there is no dtype {name!r}", did_you_mean(name, {str(d)[6:] for d in _DTYPES.values()}))
+        raise _bad(spec, f"there is no dtype {name!r}", did_you_mean(name, set(_DTYPES.values())))
     return _DTYPES[name]
 
 

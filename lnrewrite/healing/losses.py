@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from ..backends.inputs import Tensors
 from ..comparison.verifying import logits
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Kind
 from ..models.program import Program
-from .feed import LABELS, Rows, inputs_of
+from .sources import LABELS, inputs_of
 from .view import Seen
 
 IGNORED = -100
@@ -71,7 +72,7 @@ class Objective:
     centred: bool
 
     @classmethod
-    def of(cls, program: Program, example: Rows) -> Self:
+    def of(cls, program: Program, example: Tensors) -> Self:
         """Look at a model, and run it, to tell what it is trained on."""
         for name in program.id_limits():
             if name in example and example[name].dim() == 2 and example[name].shape[1] < 2:
@@ -81,11 +82,11 @@ class Objective:
         masks = tuple(n for n, t in example.items() if "mask" in n and t.dim() == 2)
         return cls(_causal(program, example), masks, 2 * kinds.count(Kind.LAYER) > len(kinds))
 
-    def has_task(self, batch: Rows) -> bool:
+    def has_task(self, batch: Tensors) -> bool:
         """Return whether there are targets: the next tokens of a causal model, or labels in the data."""
         return bool(self.ids) or LABELS in batch
 
-    def terms(self, mix: Mix, batch: Rows, student: Seen, teacher: Seen | None, targets: float) -> dict[str, Tensor]:
+    def terms(self, mix: Mix, batch: Tensors, student: Seen, teacher: Seen | None, targets: float) -> dict[str, Tensor]:
         """Return each term that weighs anything, unweighted; `targets`: how many a process has, on the average."""
         found: dict[str, Tensor] = {}
         if mix.task:
@@ -99,7 +100,7 @@ class Objective:
             found["spread"] = student.spread
         return found
 
-    def rows(self, outputs: Any, batch: Rows) -> Tensor:
+    def rows(self, outputs: Any, batch: Tensors) -> Tensor:
         """Return the cross-entropy of every target in nats: [targets]."""
         targets = self.targets(batch).reshape(-1)
         scores = self.scores(outputs, batch)
@@ -107,7 +108,7 @@ class Objective:
         losses = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none")
         return losses[targets != IGNORED]
 
-    def scores(self, outputs: Any, batch: Rows) -> Tensor:
+    def scores(self, outputs: Any, batch: Tensors) -> Tensor:
         """Return the logits [..., classes]. Raises LnrewriteError LN022 where no output has labels' shape."""
         leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
         named = logits(outputs)
@@ -122,7 +123,7 @@ class Objective:
             raise LnrewriteError(Code.LN022, "labels", why, remedy)
         return fitting[0]
 
-    def targets(self, batch: Rows) -> Tensor:
+    def targets(self, batch: Tensors) -> Tensor:
         """Return the labels of a batch, or the tokens that follow, masked ones ignored."""
         if LABELS in batch:
             return batch[LABELS].long()
@@ -131,14 +132,14 @@ class Objective:
             targets = targets.masked_fill(batch[name][:, 1:] == 0, IGNORED)
         return targets
 
-    def count(self, batch: Rows) -> int:
+    def count(self, batch: Tensors) -> int:
         """Return how many targets, or tokens that count, a batch holds."""
         if self.has_task(batch):
             return int((self.targets(batch) != IGNORED).sum())
         masks = [batch[name] for name in self.masks]
         return int(masks[0].sum()) if masks else next(iter(batch.values())).shape[:2].numel()
 
-    def divergence(self, student: Any, teacher: Any, batch: Rows) -> Tensor:
+    def divergence(self, student: Any, teacher: Any, batch: Tensors) -> Tensor:
         """Return KL(teacher || student) of the logits or, without any, the relative squared error of the output."""
         if self.has_task(batch):
             mine, its = self.scores(student, batch), self.scores(teacher, batch)
@@ -148,7 +149,7 @@ class Objective:
         mine, its = _first(student), _first(teacher)
         return self._mean((mine - its).square().mean(-1), batch) / self._mean(its.square().mean(-1), batch)
 
-    def _apart(self, student: Tensor, teacher: Tensor, batch: Rows) -> Tensor:
+    def _apart(self, student: Tensor, teacher: Tensor, batch: Tensors) -> Tensor:
         """Return the mean squared distance of two states after a norm without gain."""
         return self._mean((self._unit(student) - self._unit(teacher)).square().mean(-1), batch)
 
@@ -156,7 +157,7 @@ class Objective:
         norm = F.layer_norm if self.centred else F.rms_norm
         return norm(x.float(), x.shape[-1:], eps=1e-12)
 
-    def _mean(self, rows: Tensor, batch: Rows) -> Tensor:
+    def _mean(self, rows: Tensor, batch: Tensors) -> Tensor:
         """Return the mean over the tokens that count."""
         for name in self.masks:
             if batch[name].shape == rows.shape:
@@ -169,7 +170,7 @@ def _first(outputs: Any) -> Tensor:
     return next(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()).float()
 
 
-def _causal(program: Program, example: Rows) -> str:
+def _causal(program: Program, example: Tensors) -> str:
     """Name the input whose next tokens the logits predict: no logit before a token changes with it; empty for none."""
     limits = program.id_limits()
     names = [n for n, t in example.items() if n in limits and t.dim() == 2 and t.shape[1] > 1]
@@ -186,7 +187,7 @@ def _causal(program: Program, example: Rows) -> str:
 
 
 def losses_of(
-    module: torch.nn.Module, objective: Objective, batches: Sequence[Rows], teacher: torch.nn.Module
+    module: torch.nn.Module, objective: Objective, batches: Sequence[Tensors], teacher: torch.nn.Module
 ) -> Mapping[str, float]:
     """Return mean, median and p99.9 over all held-out targets of the loss in nats.
 

@@ -13,26 +13,29 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional as F
 
-from .feed import LABELS, Feed, Rows, number
+from ..backends.inputs import Tensors
 from .losses import IGNORED, Objective
+from .sources import LABELS, BatchSource, number
 
 
-class Rehearsed(Feed):
-    """Put random tokens into the last rows of a batch of `feed`, `share` of all rows of a run; no task counts them.
+class Rehearsed(BatchSource):
+    """Put random tokens into the last rows of a batch of `source`, `share` of all rows of a run; no task counts them.
 
     How many of a row's tokens are random is random too, from few among the data's own to nearly all. limits: the size
     of the table behind each input of integers; only inputs with the largest one, the vocabulary, are changed. A batch
     keeps one row as it is at least.
     """
 
-    def __init__(self, feed: Feed, share: float, limits: Mapping[str, int], objective: Objective, seed: int) -> None:
-        self.feed, self.share, self.objective, self.seed = feed, share, objective, seed
-        self.held_out = feed.held_out
+    def __init__(
+        self, source: BatchSource, share: float, limits: Mapping[str, int], objective: Objective, seed: int
+    ) -> None:
+        self.source, self.share, self.objective, self.seed = source, share, objective, seed
+        self.held_out = source.held_out
         self.size = max(limits.values())
         self.ids = [name for name, limit in limits.items() if limit == self.size]
 
-    def batch(self, index: int) -> Rows:
-        batch = dict(self.feed.batch(index))
+    def batch(self, index: int) -> Tensors:
+        batch = dict(self.source.batch(index))
         rows = len(batch[self.ids[0]])
         before, after = (math.floor(self.share * rows * i) for i in (index, index + 1))
         first = max(1, rows - (after - before))
@@ -47,7 +50,7 @@ class Rehearsed(Feed):
                 row[hit] = torch.randint(self.size, (int(hit.sum()),), generator=draw, dtype=row.dtype)
         return batch
 
-    def labels(self, batch: Rows) -> torch.Tensor:
+    def labels(self, batch: Tensors) -> torch.Tensor:
         """Return a batch's own labels or, of a causal model, the token behind each: [rows, ...]."""
         found = self.objective.targets(batch)
         return found.clone() if LABELS in batch else F.pad(found, (0, 1), value=IGNORED)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..algebra.placement import switches, usual_norm
+from ..backends.inputs import Tensors
 from ..backends.torch.capture import evaluating
 from ..backends.torch.module import CapturedModule, stored
 from ..comparison.verifying import drift
@@ -24,12 +25,12 @@ from ..files.landing import write_text_whole
 from ..ir import Where
 from ..models.program import Program, capture
 from .config import TRAINED, HealingConfig
-from .feed import Feed, Rows, held_out_of, inputs_of, open_feed
 from .folding import fold, unfoldable
 from .losses import Mix, Objective, losses_of
 from .outcome import Outcome, picture
 from .rehearsal import Rehearsed
 from .snapshots import Snapshots
+from .sources import BatchSource, held_out_of, inputs_of, open_source
 from .tapers import Tapering
 from .training import Phase, Side
 from .view import View
@@ -54,8 +55,8 @@ class Session:
 
     teacher: Program
     student: Program
-    feed: Feed
-    measured: Sequence[Rows]
+    source: BatchSource
+    measured: Sequence[Tensors]
     config: HealingConfig
     world: World
     snapshots: Snapshots
@@ -69,7 +70,7 @@ class Session:
         if not (self.config.progressive or self.config.drop_final):
             return None
         wanted = {b.name: frozenset(switches(b)) for b in self.student.network.blocks}
-        batches = [inputs_of(self.world.here(self.feed.batch(i))) for i in range(8)]
+        batches = [inputs_of(self.world.here(self.source.batch(i))) for i in range(8)]
         start = self.teacher if self.config.progressive else self.student
         style = usual_norm(x.norm for s in self.student.network.streams for _, x in s.sites() if x.where != Where.INNER)
         found = Tapering(start, wanted, batches, style, self.config.stages, self.config.drop_final)
@@ -151,12 +152,12 @@ class Session:
         )
         phase.run(self.rehearsed(teacher, mix), self.snapshots, self.world, self.say)
 
-    def rehearsed(self, teacher: Side | None, mix: Mix) -> Feed:
+    def rehearsed(self, teacher: Side | None, mix: Mix) -> BatchSource:
         """Return the data, with random tokens among them where a teacher says what they give."""
         limits = self.teacher.id_limits()
         if not (self.config.rehearse and limits and teacher and (mix.kl or mix.hidden)):
-            return self.feed
-        return Rehearsed(self.feed, self.config.rehearse, limits, self.objective, self.config.seed)
+            return self.source
+        return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.config.seed)
 
     def names(self, program: Program, train: str | None = None) -> frozenset[str]:
         """Return the names of the parameters that are trained."""
@@ -249,8 +250,8 @@ def heal(
         stack.callback(world.leave)
         first, second = (seen(model, kwargs, world, stack) for model in (teacher, student))
         check_pair(first, second)
-        feed = open_feed(data, first, rows, length, plan.seed)
-        measured = held_out_of(held_out, first, length, plan.seed) if held_out else feed.held_out
+        source = open_source(data, first, rows, length, plan.seed)
+        measured = held_out_of(held_out, first, length, plan.seed) if held_out else source.held_out
         measured = [world.here(batch) for batch in measured]
         asked: dict[str, Any] = {**asdict(plan), "length": length, "held_out": held_out, "processes": world.size}
         asked |= {"data": data if isinstance(data, str) else "given", "student": _digest(second)}
@@ -259,7 +260,7 @@ def heal(
         mix = mix_of(plan, objective.has_task(measured[0]))
         snapshots = Snapshots(Path(folder), world, asked, resume)
         stack.callback(snapshots.leave)
-        healed, report = Session(first, second, feed, measured, plan, world, snapshots, say, objective, mix).run()
+        healed, report = Session(first, second, source, measured, plan, world, snapshots, say, objective, mix).run()
         module: nn.Module = healed.module()
         if isinstance(student, nn.Module) and not isinstance(student, CapturedModule):
             module = give_back(student, healed)

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backends.inputs import Tensors
 from ..backends.torch.feeding import flat_inputs
 from ..errors import Code, Exit, LnrewriteError
 from ..models.program import Program
 from .config import HealingConfig
-from .feed import Feed, Rows, inputs_of, number
 from .losses import Mix, Objective
 from .snapshots import Snapshots
+from .sources import BatchSource, inputs_of, number
 from .tapers import Taper
 from .view import Seen, View
 from .world import World
@@ -47,7 +48,7 @@ class Side:
     program: Program
     view: View
 
-    def run(self, batch: Rows) -> Seen:
+    def run(self, batch: Tensors) -> Seen:
         """Run the view on a batch."""
         found: Seen = self.view(*flat_inputs(self.program.module(), inputs_of(batch)))
         return found
@@ -74,7 +75,7 @@ class Phase:
     gain_lr: float = 1.0
     tapers: Sequence[Taper] = ()
 
-    def run(self, feed: Feed, snapshots: Snapshots, world: World, say: Callable[[str], None]) -> None:
+    def run(self, source: BatchSource, snapshots: Snapshots, world: World, say: Callable[[str], None]) -> None:
         """Train from the last checkpoint, or from the start, to the end.
 
         Raises LnrewriteError LN604 where a loss or gradient is NaN or infinite, Stopped on Ctrl-C.
@@ -87,7 +88,7 @@ class Phase:
         with _until_stopped() as stopped:
             while step < self.steps:
                 self.taper(step)
-                row = self.step(step, optimizer, feed, world)
+                row = self.step(step, optimizer, source, world)
                 step += 1
                 speed = clock.tick(int(row["tokens"]))
                 snapshots.log({"phase": self.name, "step": step, **row, **speed})
@@ -126,7 +127,7 @@ class Phase:
             share = min(1.0, max(0.0, done - taper.stage))
             self.student.view.powers[index] = 1 - share if taper.going else share
 
-    def step(self, step: int, optimizer: torch.optim.Optimizer, feed: Feed, world: World) -> dict[str, float]:
+    def step(self, step: int, optimizer: torch.optim.Optimizer, source: BatchSource, world: World) -> dict[str, float]:
         """Take one optimizer step and return its losses."""
         config = self.config
         share = config.share(step, self.steps)
@@ -135,7 +136,7 @@ class Phase:
         torch.manual_seed(number(config.seed, step, world.rank))
         means, tokens = torch.zeros(()), 0
         for micro in range(config.accumulate):
-            batch = feed.batch(step * config.accumulate + micro)
+            batch = source.batch(step * config.accumulate + micro)
             tokens += max(t[..., 0].numel() if t.is_floating_point() else t.numel() for t in batch.values())
             targets = self.objective.count(batch) / world.size
             batch = world.share(batch)
@@ -155,7 +156,7 @@ class Phase:
         named = zip(("loss", *terms), means.tolist(), strict=True)
         return {**dict(named), "lr": self.lr * share, "tokens": tokens}
 
-    def terms(self, batch: Rows, targets: float) -> dict[str, Tensor]:
+    def terms(self, batch: Tensors, targets: float) -> dict[str, Tensor]:
         """Return the terms of the loss on this process's rows of a batch with so many targets for each process."""
         device = next(iter(batch.values())).device.type
         with torch.autocast(device, torch.bfloat16) if self.config.bf16 else nullcontext():
@@ -166,7 +167,7 @@ class Phase:
             mine = self.student.run(batch)
         return self.objective.terms(self.mix, batch, mine, seen, targets)
 
-    def fail(self, step: int, batch: Rows, what: str) -> None:
+    def fail(self, step: int, batch: Tensors, what: str) -> None:
         """Raise LN604 with the first block whose state is not finite, or the first parameter whose gradient is not."""
         with torch.no_grad():
             states: Mapping[str, Tensor] = self.student.run(batch).states

@@ -17,6 +17,7 @@ from ..detect.detection import Detection, detect
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
 from ..ir import Network, text
+from ..ir.inputs import InputSpec
 from ..ir.summary import Picture, describe
 from ..pipeline.certifying import certify
 from ..pipeline.protocols import Batch, Samples
@@ -188,6 +189,11 @@ class Seen(Runnable):
     @abstractmethod
     def at_other_sizes(self, seed: int) -> Sequence[Batch]:
         """Make up batches of other sizes than the example inputs, where the model takes such."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> InputSpec:
+        """Return what the model is called with: names, types, sizes, and the rows of tables that ids look up."""
 
     @abstractmethod
     def example_inputs(self) -> dict[str, Any]:

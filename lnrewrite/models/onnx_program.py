@@ -21,7 +21,7 @@ from .._version import __version__
 from ..backends.onnx.double import doubled, jittered
 from ..backends.onnx.editor import OnnxEditor
 from ..backends.onnx.file import ONE_FILE, bytes_of, check_finite, read, stamp
-from ..backends.onnx.inputs import drawn, dynamic_axes, example_inputs, id_limits, resized
+from ..backends.onnx.inputs import drawn, example_inputs, spec_of_model
 from ..backends.onnx.lift import lift
 from ..backends.onnx.norms import RMS
 from ..backends.onnx.session import OnnxModule, load, runnable
@@ -36,6 +36,7 @@ from ..export.lowering import lower, split
 from ..export.targets import TARGETS
 from ..files.output import check_output
 from ..ir import Proposal, Stream
+from ..ir.inputs import InputSpec
 from ..kernels.library import DOMAIN, find
 from ..pipeline.protocols import Batch
 from .base import Seen
@@ -128,13 +129,23 @@ class OnnxProgram(Seen):
         """Return inputs that the model accepts, by name."""
         return dict(self._inputs)
 
+    @cached_property
+    def _declared(self) -> InputSpec:
+        return spec_of_model(self.model)
+
+    @cached_property
+    def spec(self) -> InputSpec:
+        """Return what the model is called with."""
+        shapes = {name: value.shape for name, value in self._inputs.items()}
+        return self._declared.at({d: shapes[i.name][axis] for i in self._declared for axis, d in i.free.items()})
+
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
         """Return, for each input, its dynamic axes and the names of their sizes."""
-        return dynamic_axes(self.model)
+        return self._declared.axes
 
     def id_limits(self) -> dict[str, int]:
         """Return how many rows the table has that each integer input looks up."""
-        return id_limits(self.model)
+        return self._declared.rows
 
     def is_ones(self, param: str) -> bool:
         """Return whether every value of an initializer is one."""
@@ -164,8 +175,7 @@ class OnnxProgram(Seen):
 
     def at_other_sizes(self, seed: int) -> Sequence[Batch]:
         """Make up one batch at each of a few other sizes of the dynamic dimensions."""
-        sizes = islice(resized(self.model, self.example_inputs()), 6)
-        return [drawn(self.model, each, seed) for each in sizes]
+        return [drawn(each, seed) for each in islice(self.spec.more(), 6)]
 
     def _evidence(self, seed: int) -> Evidence | None:
         if self.model.graph.num_nodes() > TRIED:
@@ -252,5 +262,5 @@ def _named(model: ir.Model, inputs: Mapping[str, Any] | Sequence[Any] | None, se
     names = [v.name or "" for v in model.graph.inputs]
     if not all(isinstance(i, str) for i in inputs):
         return dict(zip(names, inputs, strict=True))
-    drawn = parse_inputs(list(inputs), seed=seed, vocabulary=min(id_limits(model).values(), default=2))
+    drawn = parse_inputs(list(inputs), seed=seed, vocabulary=min(spec_of_model(model).rows.values(), default=2))
     return {**dict(zip(names, drawn.args, strict=False)), **drawn.kwargs}

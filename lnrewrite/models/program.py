@@ -7,11 +7,13 @@ import importlib.util
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
+from ..backends.inputs import resized, spec_of
 from ..backends.rewriter import Rewriter
 from ..backends.torch.capture import Capture, capture_module, export_again, quiet
 from ..backends.torch.editor import FxEditor
@@ -24,6 +26,7 @@ from ..errors import Code, LnrewriteError
 from ..files.landing import poured, write_whole
 from ..files.output import check_output
 from ..ir import Proposal, Stream
+from ..ir.inputs import InputSpec
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Report
 from . import calibration
@@ -70,6 +73,11 @@ class Program(Seen):
         """Return the inputs that the model was captured with, by name."""
         s = self._capture.module.signature
         return {**dict(zip(s.positional, self._capture.args, strict=True)), **self._capture.kwargs}
+
+    @cached_property
+    def spec(self) -> InputSpec:
+        """Return what the model is called with."""
+        return spec_of(self.example_inputs(), self.dynamic_axes(), self.id_limits())
 
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
         """Return, for each input, its dynamic axes and the names of their sizes."""
@@ -139,12 +147,7 @@ class Program(Seen):
     def at_other_sizes(self, seed: int) -> Sequence[Batch]:
         """Make up a batch with one row more and one token less, where the model takes that; else none."""
         batch = dict(self.synthetic(seed)[-1])
-        for name, axes in self.dynamic_axes().items():
-            for axis in axes:
-                size = batch[name].shape[axis]
-                rows = torch.arange(size - 1 if axis and size > 2 else size + 1) % size
-                batch[name] = batch[name].index_select(axis, rows.to(batch[name].device))
-        return [batch]
+        return [{each.name: resized(batch[each.name], each.shape) for each in self.spec.fewer()}]
 
     def id_limits(self) -> dict[str, int]:
         """Return how many rows the table has that each integer input looks up."""

@@ -19,7 +19,7 @@ import numpy as np
 import onnxruntime
 
 from ..backends.onnx.file import read
-from ..backends.onnx.inputs import dynamic_axes
+from ..backends.onnx.inputs import spec_of_model
 from ..backends.onnx.session import OnnxModule
 from ..errors import Code, LnrewriteError
 from ..kernels.library import DOMAIN, register
@@ -114,7 +114,7 @@ def _opened(models: Sequence[str], inputs: Any, seed: int) -> list[Timed]:
         except LnrewriteError as error:
             why = f"the inputs of {models[0]} do not fit: {error.why}"
             raise LnrewriteError(Code.LN520, f"model {name!r}", why, "time models that take the same inputs") from error
-        sizes = {dim: feed[key].shape[i] for key, axes in dynamic_axes(model).items() for i, dim in axes.items()}
+        sizes = {dim: feed[key].shape[i] for key, axes in spec_of_model(model).axes.items() for i, dim in axes.items()}
         timed.append(Timed(name, path, feed, sizes, DOMAIN in model.graph.opset_imports, OnnxProgram(model).notes))
     return timed
 

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from ...errors import Code, LnrewriteError
+from ...ir.inputs import Input, Role
 from ...kernels.library import DOMAIN, find, register
 from ...pipeline.protocols import Batch
+from ..inputs import check_names, fitted
 from ..running import Runnable
 from .double import doubled, widened
 from .file import ONE_FILE, bytes_of, whole, write
+from .lift import size
 from .remote import Died, Failed, Session
 from .server import LEVELS
 
@@ -88,23 +91,14 @@ class OnnxModule(Runnable, torch.nn.Module):
     def feed(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return a call's inputs as arrays of the types that the model declares."""
         given: dict[str, Any] = {**dict(zip(self.inputs, args, strict=False)), **inputs}
-        wanted = ", ".join(self.inputs)
-        for kind, names in (("lacks", self.inputs.keys() - given), ("has an unknown", given.keys() - self.inputs)):
-            if names:
-                why = f"it {kind} input {', '.join(sorted(names))}"
-                raise LnrewriteError(Code.LN022, "inputs", why, f"give exactly these inputs: {wanted}")
+        check_names(tuple(self.inputs), given, "inputs")
         return {name: self.array(value, given[name]) for name, value in self.inputs.items()}
 
     def array(self, like: ir.Value, given: Any) -> np.ndarray:
+        """Return one input as an array of the type that the model declares."""
         tensor = torch.as_tensor(given).detach().cpu()
-        sizes = [d if isinstance(d, int) else None for d in like.shape or ()]
-        if like.shape is not None and (
-            tensor.dim() != len(sizes) or any(a not in (None, b) for a, b in zip(sizes, tensor.shape, strict=True))
-        ):
-            why = f"{like.name} has shape {list(tensor.shape)}, the model takes {like.shape}"
-            raise LnrewriteError(Code.LN022, "inputs", why, "give inputs of that shape")
-        dtype = TORCH.get(like.dtype, tensor.dtype) if like.dtype is not None else tensor.dtype
-        return tensor.to(torch.float32 if dtype is torch.bfloat16 else dtype).numpy()
+        tensor = fitted(input_of(like, axes=tensor.dim()), tensor, "inputs", kinds=False)
+        return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
     def in_float64(self) -> OnnxModule:
         """Return the model computing in float64; in float32, where an operator of it is not known here."""
@@ -114,6 +108,18 @@ class OnnxModule(Runnable, torch.nn.Module):
         except LnrewriteError:
             return OnnxModule(widened(self.model, ir.DataType.FLOAT), "float32")
         return exact
+
+
+def input_of(value: ir.Value, rows: int = 0, axes: int = 0) -> Input:
+    """Describe an input of a model: ids where it looks up `rows`, `axes` where it declares none; a dtype of "": any."""
+    declared: Sequence[int | ir.SymbolicDim | None] = [None] * axes if value.shape is None else list(value.shape)
+    named = (None if d is None else size(d) for d in declared)
+    dims = tuple(f"{value.name}.{i}" if d is None else d for i, d in enumerate(named))
+    dtype = TORCH.get(value.dtype) if value.dtype is not None else None
+    floats = dtype is None or dtype.is_floating_point
+    role = Role.VALUES if floats else Role.IDS if rows and dtype is not torch.bool else Role.MASK
+    shape = tuple(0 if isinstance(d, str) else d for d in dims)
+    return Input(str(value.name), str(dtype).removeprefix("torch.") if dtype else "", dims, shape, role, rows)
 
 
 def runnable(model: ir.Model) -> OnnxModule:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import Code, LnrewriteError, told
 from ...quiet import untraced
+from ..inputs import resized
 from .checked import check, others, run
 from .fixed import drop_settled, fixed_paths, mark, other_path, read_by
 from .module import CapturedModule, trees, unlift
@@ -335,13 +336,11 @@ def _resized(captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, 
     def resize(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or name not in shapes:
             return value
+        shape = list(value.shape)
         for axis, d in enumerate(shapes[name].shape):
             if not isinstance(d, int):
-                size = max(2, other(value.shape[axis])) if axis else value.shape[0] + 1
-                repeats = [1] * value.dim()
-                repeats[axis] = -(-size // value.shape[axis])
-                value = value.repeat(repeats).narrow(axis, 0, size)
-        return value
+                shape[axis] = max(2, other(shape[axis])) if axis else shape[0] + 1
+        return resized(value, shape)
 
     new = {k: resize(k, v) for k, v in kwargs.items()}
     return tuple(resize(n, v) for n, v in zip(s.names, args, strict=False)), new

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
+from ...ir.inputs import Input, role_of
 from ...recipe.runtime import holder_of
 from .functional import functional, respell
 
@@ -63,11 +64,15 @@ class CapturedModule(fx.GraphModule):
 
     def fits(self, values: list[Any]) -> None:
         """Raise ValueError where an input has another size than the captured one along an axis that is fixed."""
-        for node, value in zip(self.graph.find_nodes(op="placeholder"), values, strict=False):
-            like = node.meta.get("val")
-            if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor) and not takes(like, value):
-                has, wants = list(value.shape), ", ".join(map(str, like.shape))
-                raise ValueError(f"{node.name} has shape {has}; the model was captured with [{wants}]")
+        for like, value in zip(self.leaves, values, strict=False):
+            if like is not None and isinstance(value, torch.Tensor) and like.misfit(value.shape):
+                raise ValueError(f"{like.name} has shape {list(value.shape)}; the model was captured with {like}")
+
+    @property
+    def leaves(self) -> list[Input | None]:
+        """Describe the tensors that the graph takes, in their order; None for what is not a tensor."""
+        nodes = self.graph.find_nodes(op="placeholder")
+        return [input_of(node.name, node.meta.get("val")) for node in nodes]
 
     def train(self, mode: bool = True) -> Self:
         """Switch dropout on or off; warn once where the captured mode cannot follow."""
@@ -84,10 +89,13 @@ class CapturedModule(fx.GraphModule):
         return self
 
 
-def takes(like: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether a value has the sizes of a captured one, where those are numbers."""
-    pairs = zip(like.shape, value.shape, strict=False)
-    return like.dim() == value.dim() and not any(isinstance(d, int) and d != n for d, n in pairs)
+def input_of(name: str, like: object) -> Input | None:
+    """Describe a captured input, whose free sizes are symbols; None for what is not a tensor."""
+    if not isinstance(like, torch.Tensor):
+        return None
+    dims = tuple(d if isinstance(d, int) else str(d) for d in like.shape)
+    dtype = str(like.dtype).removeprefix("torch.")
+    return Input(name, dtype, dims, tuple(d if isinstance(d, int) else 0 for d in dims), role_of(name, dtype))
 
 
 def _repeats(constant: Any, value: Any) -> bool:
