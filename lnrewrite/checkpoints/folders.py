@@ -117,7 +117,7 @@ def _streamed(source: Source, job: Job) -> Done | None:
         return None
     LOGGER.info("checking the weights")
     for name, key in weights.keys.items():
-        check_values(name, weights.files[key].values())
+        check_values(name, weights.files[key].rows())
     buffers = {n: b.clone() for n, b in module.named_buffers()}
     module.to("meta")
     empty = _inputs(module, source)

@@ -1,7 +1,8 @@
 """Read and write single tensors of safetensors files, from several threads at once, so that no file is ever held whole.
 
-The format (huggingface.co/docs/safetensors): eight bytes for the header's length, a JSON header that maps keys to
-dtype, shape and place, then the tensors' bytes.
+The library reads slices; it writes whole files only, so that the writer is our own. The format
+(huggingface.co/docs/safetensors): eight bytes for the header's length, a JSON header that maps keys to dtype, shape and
+place, then the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import safe_open
 
 from ..loading.foreign import safetensors_header
 
@@ -33,65 +35,49 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 PIECE = 1 << 22
-"""How many bytes are read at a time: memory that is used again costs no page faults."""
+"""How many bytes are read at a time."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Hold where one tensor is in a file."""
+    """Hold where one tensor is: in which file, under which key. Raises what safetensors raises where it is read."""
 
     path: Path
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
 
     def read(self) -> torch.Tensor:
         """Return the tensor, in memory of its own."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.start)
-            self.fill(tensor, file)
+        if tensor.numel():
+            rows = tensor.view(-1, self.shape[-1] if self.shape else 1)
+            start = 0
+            for piece in self.rows():
+                rows[start : (start := start + len(piece))] = piece
         return tensor
 
     def rows(self) -> Iterator[torch.Tensor]:
-        """Yield the tensor's rows along its last axis, many at a time, all in the same memory."""
-        yield from self._pieces(self.shape[-1] if self.shape else 1)
+        """Yield the tensor's rows along its last axis, [many, width], as they follow each other.
 
-    def values(self) -> Iterator[torch.Tensor]:
-        """Yield the tensor's values as they follow each other, [many], all in the same memory."""
-        for piece in self._pieces(1):
-            yield piece.reshape(-1)
-
-    def _pieces(self, width: int) -> Iterator[torch.Tensor]:
-        count = prod(self.shape) // max(width, 1)
-        held = torch.empty((max(1, PIECE // max(1, width * self.dtype.itemsize)), width), dtype=self.dtype)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.start)
-            for start in range(0, count, len(held)):
-                piece = held[: count - start]
-                self.fill(piece, file)
-                yield piece
-
-    def fill(self, tensor: torch.Tensor, file: Any) -> None:
-        """Read a contiguous tensor's bytes from where a file stands."""
-        view, done = _bytes(tensor), 0
-        while done < len(view):
-            count = file.readinto(view[done:])
-            if not count:
-                raise OSError(f"{self.path.name} ends before {self.key} does")
-            done += count
+        The file is opened anew for each piece: what one opening has touched stays in memory for as long as it is open.
+        """
+        if 0 in self.shape:
+            return
+        width, count = (self.shape[-1], self.shape[0]) if self.shape else (1, 1)
+        step = max(1, PIECE * count // (prod(self.shape) * self.dtype.itemsize))
+        for start in range(0, count, step):
+            with safe_open(self.path, "pt") as file:
+                piece = file.get_slice(self.key)[start : start + step] if self.shape else file.get_tensor(self.key)
+            yield piece.reshape(-1, width)
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
     """Return what a file holds, by key. Raises Foreign where its header lies, KeyError for a dtype that torch lacks."""
-    rows, start = safetensors_header(path)
-    return {
-        key: Stored(path, key, DTYPES[row["dtype"]], tuple(row["shape"]), start + row["data_offsets"][0])
-        for key, row in rows.items()
-    }
+    rows, _ = safetensors_header(path)
+    return {key: Stored(path, key, DTYPES[row["dtype"]], tuple(row["shape"])) for key, row in rows.items()}
 
 
 class Writer:

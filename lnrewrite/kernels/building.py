@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import Code, LnrewriteError
-from ..files.landing import room
+from ..files.landing import land, room
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
@@ -65,7 +65,7 @@ def build(
         target.parent.mkdir(parents=True, exist_ok=True)
         with room(target.absolute().parent) as folder:
             made = _compiled(folder, compiler, nvcc, strict, say)
-            os.replace(made, target)
+            land(made, target, force=True)
     except OSError as why:
         remedy = "choose another file with -o, and name it in LNREWRITE_KERNELS"
         raise LnrewriteError(Code.LN025, str(target), str(why), remedy) from why
