@@ -13,7 +13,7 @@ from lnrewrite.pipeline import Context, Pass
 class Canonicalize(Pass):
     """Drop gains of all ones and biases of all zeros, and store 1 + w gains as plain ones.
 
-    Other passes then meet one convention, and a norm that was folded before shows it. With u the normalised value
+    Other passes then meet one convention, and a norm that was folded before shows it. With u the normalized value
 
         1 * u + 0  =  u            (1 + w) * u  =  g * u,  g = 1 + w
 

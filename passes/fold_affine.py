@@ -38,7 +38,7 @@ class FoldAffine(Pass):
     """Fold the gain and bias of reading norms into all the linears that read them.
 
     A bare norm is what other rewrites need (rotations, norm of norm, dropping a norm), and one multiply less to run.
-    With u the normalised value and W's columns over the channels, every reader of gamma * u + beta becomes
+    With u the normalized value and W's columns over the channels, every reader of gamma * u + beta becomes
 
         W (gamma * u + beta) + c  =  (W diag(gamma)) u + (c + W beta)
 

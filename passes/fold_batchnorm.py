@@ -38,7 +38,7 @@ class FoldBatchnorm(Pass):
         W (a x + s) + c  =  (W diag(a)) x + (c + W s)               behind it
 
     RepBN, the batch norm of x plus eta x, is such a map too. A weight that is computed from parameters (weight
-    standardisation, sigma-reparametrisation) is constant then: it is computed once, in float64, and stored. Linears
+    standardization, sigma-reparametrization) is constant then: it is computed once, in float64, and stored. Linears
     that were out of sight before are seen by the next pass.
 
     Before::
@@ -60,7 +60,7 @@ class FoldBatchnorm(Pass):
     for the shift, as a padded convolution behind it (LN103). Statistics of the batch itself are no constants (LN111).
 
     Source: the usual folding of batch norm; RepBN of SLAB (arXiv 2405.11582), weight
-    standardisation (1903.10520), sigma-reparam (2303.06296).
+    standardization (1903.10520), sigma-reparam (2303.06296).
     """
 
     name: ClassVar[str] = "fold-batchnorm"
@@ -108,7 +108,7 @@ def _ways(
     """Yield the operations of the first way that is open, else what closes the last."""
     a, s = by
     between = block.scaled("written") if block and site.where is Where.OUT else ()
-    writers = () if between else stream.makers(block, site)
+    writers = () if between else stream.producers(block, site)
     if writers and not any(w.shared for w in writers) and writers[0].exact:
         yield (ScaleWriter(writers[0], a, s), *(ScaleWriter(w, a) for w in writers[1:]))
     if site.readers and not site.taps:

@@ -1,4 +1,4 @@
-"""Normalise an embedding table once, in place of every row that is looked up."""
+"""Normalize an embedding table once, in place of every row that is looked up."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lnrewrite.errors import Code, Refusal
-from lnrewrite.ir import Edit, Exactness, Kind, Normalise, Proposal, SetNorm, Site, Stream, Where
+from lnrewrite.ir import Edit, Exactness, Kind, Normalize, Proposal, SetNorm, Site, Stream, Where
 from lnrewrite.pipeline import Context, Pass
 
 
 @dataclass(frozen=True)
 class FoldEmbeddingNorm(Pass):
-    """Replace a table by its normalised rows, where the embedding norm reads nothing but what is looked up in it.
+    """Replace a table by its normalized rows, where the embedding norm reads nothing but what is looked up in it.
 
     A norm works row by row, and a lookup picks rows:
 
@@ -51,7 +51,7 @@ class FoldEmbeddingNorm(Pass):
             return Proposal(otherwise="not an embedding norm")
         if refusal := _refusal(stream, site, name):
             return Proposal(refusals=(refusal,), otherwise="not an embedding norm")
-        edit = Edit(name, (Normalise(stream.sources[0], site.norm), SetNorm(Where.EMBEDDING, None)))
+        edit = Edit(name, (Normalize(stream.sources[0], site.norm), SetNorm(Where.EMBEDDING, None)))
         return Proposal((edit,), otherwise="not an embedding norm")
 
 

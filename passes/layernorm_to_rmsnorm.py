@@ -10,7 +10,7 @@ from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import (
     Affine,
     Block,
-    Centre,
+    Center,
     Edit,
     Exactness,
     Kind,
@@ -36,10 +36,10 @@ class LayernormToRmsnorm(Pass):
         LayerNorm(x)  =  RMSNorm(M x)
 
     and M can be moved to where x comes from. A stream is a sum, so M goes into every writer, W <- M W, c <- M c, and
-    into every table, position, class token and projection that starts it. A source that no weights can centre (a table
+    into every table, position, class token and projection that starts it. A source that no weights can center (a table
     tied to the head, an activation or a norm's gain before the stream) gets one explicit subtraction where the stream
     starts; `sources=weights` refuses that instead. A norm inside a branch, or at its end, reads linears of its own,
-    which are centred alone: output norms, q and k norms.
+    which are centered alone: output norms, q and k norms.
 
     Before::
 
@@ -74,17 +74,17 @@ class LayernormToRmsnorm(Pass):
 
     def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one edit for the norms that read the stream, and one for each norm with linears of its own."""
-        centre = _Centred(stream, Centre(stream.width), weights_only=self.sources == "weights")
+        center = _Centered(stream, Center(stream.width), weights_only=self.sources == "weights")
         edits, refusals = list[Edit](), list[Refusal]()
         readers = [(n, s) for n, s in stream.sites() if s.where in (Where.IN, Where.POST, Where.FINAL) and _layer(s)]
         if readers:
             try:
-                edits += centre.edits()
+                edits += center.edits()
             except Closed as closed:
                 refusals += [closed.refusal(name) for name, _ in readers]
-        centred = bool(readers) and not refusals
+        centered = bool(readers) and not refusals
         if stream.embedding and _layer(stream.embedding):
-            _embedding(stream, centred and self.sources == "any", edits, refusals)
+            _embedding(stream, centered and self.sources == "any", edits, refusals)
         for block in stream.blocks:
             for site in block.sites:
                 if site.where in (Where.INNER, Where.OUT) and _layer(site):
@@ -101,27 +101,27 @@ def _rms(where: Where, site: Site, index: int = 0) -> SetNorm:
 
 
 def _alone(stream: Stream, block: Block, site: Site, edits: list[Edit], refusals: list[Refusal]) -> None:
-    """Centre the linears that a norm inside a branch, or at its end, reads."""
+    """Center the linears that a norm inside a branch, or at its end, reads."""
     mixed = site.where is Where.OUT and any(s.vector for s in block.scaled("written"))
-    writers, name = () if mixed else stream.makers(block, site), site_name(block, site)
+    writers, name = () if mixed else stream.producers(block, site), site_name(block, site)
     if not writers:
         refusals.append(Refusal(Code.LN104, name, "its input is not computed by linear maps alone"))
     elif shared := [w.param for w in writers if w.shared]:
         refusals.append(Refusal(Code.LN102, name, f"{shared[0]} is also used elsewhere", "run untie first"))
     else:
-        centred = [ScaleWriter(w, Centre(site.width or stream.width)) for w in writers]
-        edits.append(Edit(block.name, (*centred, _rms(site.where, site, block.index(site)))))
+        centered = [ScaleWriter(w, Center(site.width or stream.width)) for w in writers]
+        edits.append(Edit(block.name, (*centered, _rms(site.where, site, block.index(site)))))
 
 
 def _embedding(stream: Stream, explicit: bool, edits: list[Edit], refusals: list[Refusal]) -> None:
-    """Centre what the embedding norm reads: in weights or, where the stream became centred too, explicitly."""
+    """Center what the embedding norm reads: in weights or, where the stream became centered too, explicitly."""
     assert stream.embedding
     closed = stream.opaque or next((f"{s.param} is also used elsewhere" for s in stream.sources if s.shared), "")
-    name, centre = f"{stream.name}.embedding", Centre(stream.width)
+    name, center = f"{stream.name}.embedding", Center(stream.width)
     if not closed and stream.sources:
-        ways: tuple[Operation, ...] = tuple(ScaleWriter(s, centre) for s in stream.sources)
+        ways: tuple[Operation, ...] = tuple(ScaleWriter(s, center) for s in stream.sources)
     elif explicit:
-        ways = (Affine(Where.EMBEDDING, centre, before=True),)
+        ways = (Affine(Where.EMBEDDING, center, before=True),)
     else:
         refusals.append(Refusal(Code.LN102, name, closed or "its sources are unknown", "run untie first"))
         return
@@ -129,7 +129,7 @@ def _embedding(stream: Stream, explicit: bool, edits: list[Edit], refusals: list
 
 
 @dataclass
-class _Centred(Basis):
+class _Centered(Basis):
     """Keep a stream at zero mean."""
 
     weights_only: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lnrewrite.algebra.placement import WRITABLE, Walk, switches, usual_norm
+from lnrewrite.algebra.placement import WRITABLE, Conversion, switches, usual_norm
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Block, Exactness, Placement, Proposal, Side, Stream, Where
 from lnrewrite.pipeline import Context, Pass
@@ -92,10 +92,10 @@ class Place(Pass):
             return Proposal((), tuple(refusals), tuple(skipped))
         norms = (site.norm for _, site in stream.sites() if site.where is not Where.INNER)
         kind, eps, beta = usual_norm(norms, self.norm)
-        walk = Walk(stream, context, {b.name: WANTED[target] for b in moving}, kind, eps, beta)
-        edits = walk.edits()
-        if walk.refusals:
-            refusals += walk.refusals
+        conversion = Conversion(stream, context, {b.name: WANTED[target] for b in moving}, kind, eps, beta)
+        edits = conversion.edits()
+        if conversion.refusals:
+            refusals += conversion.refusals
             together = any(Where.POST in switches(b) ^ WANTED[target] for b in moving)
             edits = [] if together else [e for e in edits if e.target not in {r.site for r in refusals}]
             refusals += [
@@ -117,7 +117,7 @@ class Place(Pass):
             else:
                 why = "its norm is the final one, or shared with a branch of the same sum and edited there"
                 skipped.append((block.name, why))
-        return Proposal(tuple(edits), tuple(refusals), tuple(skipped), walk.vectors)
+        return Proposal(tuple(edits), tuple(refusals), tuple(skipped), conversion.vectors)
 
 
 def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Block]) -> Refusal | None:

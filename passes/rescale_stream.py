@@ -13,7 +13,6 @@ from lnrewrite.algebra.basis import Basis, Closed
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import (
     Affine,
-    Arm,
     Block,
     Edit,
     Exactness,
@@ -23,6 +22,7 @@ from lnrewrite.ir import (
     Number,
     Operation,
     Proposal,
+    ScalePair,
     ScaleWriter,
     SetNorm,
     Site,
@@ -105,19 +105,21 @@ class RescaleStream(Pass):
         """Propose one change of the whole stream and, for a fit, of the linears inside branches."""
         if not stream.width:
             return Proposal(otherwise="it is on no stream")
-        fit = Fit(stream, context.peaks() if self.fit else {}, self.share * FP16)
-        by = fit.stream() if self.by is None else self.by
-        scaled = _Scaled(stream, Number(by), context=context, inner=fit.inner())
+        peaks = Headroom(stream, context.peaks() if self.fit else {}, self.share * FP16)
+        by = peaks.stream() if self.by is None else self.by
+        scaled = _Scaled(stream, Number(by), context=context, inner=peaks.inner())
         try:
             edits = scaled.edits() if by != 1 or scaled.inner else ()
         except Closed as closed:
             return Proposal(refusals=(closed.refusal(stream.name),))
-        edits = (*edits, *fit.arms())
-        return Proposal(tuple(edits), refusals=tuple(fit.left()), vectors=scaled.vectors, otherwise="nothing to scale")
+        edits = (*edits, *peaks.inside())
+        return Proposal(
+            tuple(edits), refusals=tuple(peaks.left()), vectors=scaled.vectors, otherwise="nothing to scale"
+        )
 
 
 @dataclass
-class Fit:
+class Headroom:
     """Choose powers of two that bring the largest numbers, `peaks` by node, below `limit`."""
 
     stream_: Stream
@@ -139,24 +141,24 @@ class Fit:
         found = {b.name: self.down(s.origin[:1]) for b in self.stream_.blocks if (s := b.at(Where.OUT)) and s.origin}
         return {name: by for name, by in found.items() if by != 1}
 
-    def arms(self) -> Iterator[Edit]:
+    def inside(self) -> Iterator[Edit]:
         """Yield the edits that move a factor from one linear of a branch to the next: W2 f(W1 x) = k W2 f(W1 x / k)."""
         for block in self.stream_.blocks:
             operations: list[Operation] = []
-            for arm in self.movable(block):
-                if (by := self.down(arm.values)) != 1:
-                    operations += [ScaleWriter(m, Number(by)) for m in arm.makers]
-                    operations += [FoldReader(t, Number(1 / by)) for t in arm.takers]
+            for pair in self.movable(block):
+                if (by := self.down(pair.values)) != 1:
+                    operations += [ScaleWriter(m, Number(by)) for m in pair.producers]
+                    operations += [FoldReader(t, Number(1 / by)) for t in pair.consumers]
             if operations:
                 yield Edit(block.name, tuple(operations))
 
-    def movable(self, block: Block) -> list[Arm]:
-        return [a for a in block.arms if not any(w.shared for w in (*a.makers, *a.takers))]
+    def movable(self, block: Block) -> list[ScalePair]:
+        return [p for p in block.scale_pairs if not any(w.shared for w in (*p.producers, *p.consumers))]
 
     def left(self) -> Iterator[Refusal]:
         """Yield the values that stay beyond the limit. Masks are told by their size, near the end of float32."""
         for block in self.stream_.blocks:
-            free = {v for arm in self.movable(block) for v in arm.values}
+            free = {v for pair in self.movable(block) for v in pair.values}
             for node in block.anchor.inside:
                 if node not in free and self.limit < self.peaks.get(node, 0.0) < MASK:
                     why = f"it reaches {self.peaks[node]:.2g} inside {block.name}, where no factor can be moved"

@@ -125,12 +125,12 @@ class _Rotated(Basis):
         """Return the edits, with a rotation of each attention head's values that the output projection takes back."""
         assert isinstance(self.value, Rotation)
         for block in self.stream.blocks:
-            for arm in block.arms:
-                if arm.run > 1 and (self.value.kind == "random" or not arm.run & (arm.run - 1)):
-                    turn = replace(self.value, block=arm.run)
-                    makers = tuple(ScaleWriter(m, turn) for m in arm.makers)
-                    takers = tuple(FoldReader(t, turn.transposed) for t in arm.takers)
-                    self.choices.append(Choice(block.name, (*makers, *takers), ()))
+            for pair in block.scale_pairs:
+                if pair.run > 1 and (self.value.kind == "random" or not pair.run & (pair.run - 1)):
+                    turn = replace(self.value, block=pair.run)
+                    made = tuple(ScaleWriter(p, turn) for p in pair.producers)
+                    taken = tuple(FoldReader(c, turn.transposed) for c in pair.consumers)
+                    self.choices.append(Choice(block.name, (*made, *taken), ()))
         return super().settled()
 
     def plain(self, block: Block | None, site: Site) -> None:

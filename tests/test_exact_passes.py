@@ -18,7 +18,7 @@ from lnrewrite.ir import (
     Exactness,
     FoldReader,
     Gain,
-    Normalise,
+    Normalize,
     Operation,
     Proposal,
     ScaleWriter,
@@ -290,7 +290,7 @@ def without_scale(proposal: Proposal) -> Proposal:
 
 
 def without_gain(o: Operation) -> Operation:
-    return replace(o, norm=replace(o.norm, gamma=None, beta=None, plus_one=False)) if isinstance(o, Normalise) else o
+    return replace(o, norm=replace(o.norm, gamma=None, beta=None, plus_one=False)) if isinstance(o, Normalize) else o
 
 
 Spoil = Callable[[Proposal], Proposal]
@@ -343,7 +343,7 @@ WRONG: dict[str, tuple[str, str, Spoil]] = {
     "the factor of two norms": ("merge-norms", STACKED, on_norms(lambda o: replace(o, gamma=None))),
     "the shift of a batch norm": ("fold-batchnorm", STACKED, on_writers(lambda o: replace(o, shift=None))),
     "the weights of a batch norm": ("fold-batchnorm", STACKED, on_writers(nothing)),
-    "the rows of the table": ("fold-embedding-norm", STACKED, each(lambda o: None if isinstance(o, Normalise) else o)),
+    "the rows of the table": ("fold-embedding-norm", STACKED, each(lambda o: None if isinstance(o, Normalize) else o)),
     "the gain of the rows": ("fold-embedding-norm", STACKED, each(without_gain)),
 }
 

@@ -55,11 +55,11 @@ def test_a_stream_that_overflows_fp16_fits_after_the_preset(overflowing: Any, tm
 
 
 def test_the_arms_are_needed(overflowing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The net's ReLUs and values overflow as well as its stream: with the arms left out, fp16 gives NaN again."""
+    """The net's ReLUs and values overflow as well as its stream: without the scale pairs, fp16 gives NaN again."""
     from lnrewrite.passes import rescale_stream
 
     model, ids, batches = overflowing
-    monkeypatch.setattr(rescale_stream.Fit, "arms", lambda self: iter(()))
+    monkeypatch.setattr(rescale_stream.Headroom, "inside", lambda self: iter(()))
     result = lnr.Pipeline.preset("fp16").run(lnr.capture(model, kwargs={"ids": ids}), batches, partial=True)
     with torch.no_grad():
         assert not result.program.module().half()(ids=ids).isfinite().all()

@@ -145,7 +145,7 @@ class Basis:
         """Apply M where the stream starts."""
         stream, target = self.stream, f"{self.stream.name}.embedding"
         if stream.embedding:
-            self.always(target, self.made(None, stream.embedding, stream.makers(None, stream.embedding)))
+            self.always(target, self.made(None, stream.embedding, stream.producers(None, stream.embedding)))
             return
         instead = self.explicit(Where.EMBEDDING)
         if stream.opaque or not stream.sources:
@@ -186,7 +186,7 @@ class Basis:
         """Make a branch, and what else its sum adds, write M times what it wrote."""
         self.always(block.name, self.multiplied(block.added))
         if site := block.at(Where.OUT):
-            self.always(block.name, self.made(block, site, self.stream.makers(block, site)))
+            self.always(block.name, self.made(block, site, self.stream.producers(block, site)))
             return
         behind = block.barrier(Side.WRITTEN)
         writers = () if behind else block.writers

@@ -56,7 +56,7 @@ def switches(block: Block) -> set[Where]:
 
 
 @dataclass
-class Walk:
+class Conversion:
     """Walk a stream's trunk in the converted model, token by token, and collect the edits.
 
     `trunk` [tokens, width] is what the next sum's skip carries, `ratio` [tokens] its size in units of the original
@@ -88,7 +88,7 @@ class Walk:
             found.append(
                 Edit(f"{self.stream.name}.embedding", (SetNorm(Where.EMBEDDING, self.norm(first, self.eps), ones),))
             )
-            self.normalise()
+            self.normalize()
         for index, group in enumerate(sums):
             for block in group:
                 if len(samples[block.name].branch) != len(self.trunk):
@@ -246,7 +246,7 @@ class Walk:
                 )
                 return
             operations.append(SetNorm(Where.POST, self.norm(block, self.eps), self.vector(np.ones(self.stream.width))))
-            self.normalise()
+            self.normalize()
         elif self.turns(block, Where.POST, on=False) and site and not last:
             operations.append(SetNorm(Where.POST, None))
             self.ratio = np.sqrt(spread(site.norm.kind, self.trunk) ** 2 + max(site.norm.eps, 1e-12))
@@ -255,7 +255,7 @@ class Walk:
             self.trunk = self.value(site.norm, unit(site.norm.kind, self.trunk, site.norm.eps))
             self.ratio = np.ones(len(self.trunk))
 
-    def normalise(self) -> None:
+    def normalize(self) -> None:
         self.ratio = self.ratio / np.sqrt(spread(self.kind, self.trunk) ** 2 + self.eps)
         self.trunk = unit(self.kind, self.trunk, self.eps)
         self.unit = True

@@ -40,7 +40,7 @@ def _random(block: int, seed: int) -> Floats:
 
 
 def _hadamard(runs: Floats) -> Floats:
-    """Multiply each run of 2^k numbers by the normalised Walsh-Hadamard matrix."""
+    """Multiply each run of 2^k numbers by the normalized Walsh-Hadamard matrix."""
     size, step = runs.shape[1], 1
     while step < size:
         pairs = runs.reshape(len(runs), -1, 2, step)

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from ..ir import Array, Centre, Edit, Gain, Normalise, Number, Rotation, Value
+from ..ir import Array, Center, Edit, Gain, Normalize, Number, Rotation, Value
 from .editor import Editor, Handle, fail
 from .values import Change, Floats, centring, multiplying, rotating
 
@@ -24,7 +24,7 @@ class Operands:
         for operation in (o for edit in edits for o in edit.operations):
             values = [getattr(operation, field.name) for field in fields(operation)]
             names = [value.param for value in values if isinstance(value, Gain)]
-            if isinstance(operation, Normalise):
+            if isinstance(operation, Normalize):
                 names += [name for name in (operation.norm.gamma, operation.norm.beta) if name]
             new = [name for name in names if name not in self.gains and self.editor.holds_value(name)]
             self.gains |= {name: self.editor.read(name) for name in new}
@@ -36,7 +36,7 @@ class Operands:
                 return self.gains[param] + float(plus_one)
             case Number(number):
                 return np.asarray(number)
-            case Centre() | Rotation():
+            case Center() | Rotation():
                 fail(self.editor.label, f"{value} has no vector")
             case _:
                 return np.asarray(self.vectors[value.digest], dtype=np.float64)
@@ -44,7 +44,7 @@ class Operands:
     def change(self, value: Value, transposed: bool = False) -> Change:
         """Return what multiplies each row [..., channels] by a value's matrix, or by its transpose."""
         match value:
-            case Centre(width):
+            case Center(width):
                 return centring(width)
             case Rotation():
                 return rotating(value.transposed if transposed else value)

@@ -15,7 +15,7 @@ from ..ir import (
     Affine,
     Array,
     Block,
-    Centre,
+    Center,
     DropScale,
     Edit,
     FoldReader,
@@ -24,7 +24,7 @@ from ..ir import (
     Kind,
     Linear,
     Norm,
-    Normalise,
+    Normalize,
     Proposal,
     ScaleWriter,
     SetNorm,
@@ -76,7 +76,7 @@ class Rewriter(Generic[Handle]):
                     self.affine(block, operation)
                 case DropScale() if block is not None:
                     self.drop(block, operation)
-                case Normalise():
+                case Normalize():
                     self.normalise(operation)
                 case Untie():
                     linear = operation.linear
@@ -160,7 +160,7 @@ class Rewriter(Generic[Handle]):
 
     def affine_of(self, x: Handle, op: Affine, name: str, axis: int) -> Handle:
         """Return scale * x + shift, over the channels at `axis`, right behind `x`."""
-        if isinstance(op.scale, Centre):
+        if isinstance(op.scale, Center):
             return self.editor.centre(x, axis)
         behind = [1] * (-axis - 1)
         given = {"scale": op.scale, "shift": op.shift}
@@ -200,7 +200,7 @@ class Rewriter(Generic[Handle]):
         name = self.create(f"{self.view[first].attrs['param']}_frozen", values, old)
         self.wiring.redirect(self.editor.readers(old), self.editor.parameter(name, old))
 
-    def normalise(self, op: Normalise) -> None:
+    def normalise(self, op: Normalize) -> None:
         """E <- gamma * norm(E) + beta, row by row."""
         norm = op.norm
         gamma = self.operands.array(Gain(norm.gamma, norm.plus_one)) if norm.gamma else np.ones(())

@@ -71,7 +71,7 @@ def _expand(op: Op, x: Any) -> Any:
 
 
 def _batch_norm(op: Op, x: Any, gain: Any, bias: Any, mean: Any, variance: Any) -> Any:
-    """Normalise axis 1 by stored statistics."""
+    """Normalize axis 1 by stored statistics."""
     shape = [1, -1] + [1] * (x.ndim - 2)
     eps: Any = op.attrs["eps"]
     y = (x - mean.reshape(shape)) / np.sqrt(variance.reshape(shape) + eps)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..ir import Anchor, Arm, Barrier, Block, Linear, Side, Site, Where
+from ..ir import Anchor, Barrier, Block, Linear, ScalePair, Side, Site, Where
 from . import scales as scales_
-from .arms import find_arms
 from .beside import Skip, skip_of
 from .branches import Branch
 from .chains import Sum
-from .edges import Edge, counted, readers, writers
+from .edges import LinearEdge, counted, readers, writers
 from .joins import Join
 from .match import NormMatch
 from .naming import common
 from .normed import NormedGraph
+from .scale_pairs import find_scale_pairs
 from .scales import Straight
 from .sites import Sites
 
@@ -42,7 +42,7 @@ def block(sites: Sites, one: Sum, branch: Branch, group: int | None) -> Block:
         scale=skip.number,
         scales=(*reading, *(inside.scales if leave else ()), *outer.scales, *skip.scales),
         barriers=tuple(_barriers(view, branch, edges, ends, skip, outer)),
-        arms=tuple(_counted(sites, arm) for arm in find_arms(graph, branch.region, view.inside)),
+        scale_pairs=tuple(_counted(sites, pair) for pair in find_scale_pairs(graph, branch.region, view.inside)),
         anchor=_anchor(view, branch, one.join, one.axis, ends, inside),
     )
 
@@ -63,7 +63,7 @@ def _sites(sites: Sites, branch: Branch, post: NormMatch | None) -> Iterator[Sit
 
 
 def _barriers(
-    view: NormedGraph, branch: Branch, edges: Sequence[Edge], ends: Edge, skip: Skip, outer: Straight
+    view: NormedGraph, branch: Branch, edges: Sequence[LinearEdge], ends: LinearEdge, skip: Skip, outer: Straight
 ) -> Iterator[Barrier]:
     """Yield what stands between a branch's linears, or its norms, and the trunk."""
     read, written = [o for edge in edges for o in edge.others], ends.others
@@ -85,7 +85,7 @@ def _barriers(
         yield Barrier(Side.WRITTEN, view.kind(aside[0]))
 
 
-def _anchor(view: NormedGraph, branch: Branch, join: Join, axis: int, ends: Edge, inside: Straight) -> Anchor:
+def _anchor(view: NormedGraph, branch: Branch, join: Join, axis: int, ends: LinearEdge, inside: Straight) -> Anchor:
     """Record where a block lives in its graph, and which values are neither of the stream's size nor a norm's."""
     graph = view.graph
     done = ends.path | {o.name for o in graph.between(inside.value, branch.end)} | view.inside.keys()
@@ -94,8 +94,8 @@ def _anchor(view: NormedGraph, branch: Branch, join: Join, axis: int, ends: Edge
     return Anchor(branch.root, branch.end, branch.add, join.skip, join.total, axis, between)
 
 
-def _counted(sites: Sites, arm: Arm) -> Arm:
+def _counted(sites: Sites, pair: ScalePair) -> ScalePair:
     def many(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
         return tuple(counted(sites.graph, linear) for linear in linears)
 
-    return replace(arm, makers=many(arm.makers), takers=many(arm.takers))
+    return replace(pair, producers=many(pair.producers), consumers=many(pair.consumers))

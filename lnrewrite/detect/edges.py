@@ -16,7 +16,7 @@ PASS = CASTS | {"dropout"}
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class LinearEdge:
     """Hold the linears found at one edge of a branch, and the first ops behind which no linear could be followed.
 
     `path` are the ops that were followed, the linears among them.
@@ -190,7 +190,7 @@ def written(graph: OpGraph, op: Op, axis: int, mixing: bool = True) -> Linear | 
     return None
 
 
-def readers(graph: OpGraph, start: str, axis: int, within: Collection[str] | None = None) -> Edge:
+def readers(graph: OpGraph, start: str, axis: int, within: Collection[str] | None = None) -> LinearEdge:
     """Return every consumer of `start` (inside `within`): the linears that read `axis`, and the others by name."""
     linears: dict[str, Linear] = {}
     others: list[str] = []
@@ -209,7 +209,7 @@ def readers(graph: OpGraph, start: str, axis: int, within: Collection[str] | Non
                 todo.append((user, step[0], exact and step[1]))
             else:
                 others.append(user)
-    return Edge(tuple(linears.values()), tuple(dict.fromkeys(others)))
+    return LinearEdge(tuple(linears.values()), tuple(dict.fromkeys(others)))
 
 
 def _onward(graph: OpGraph, op: Op, value: str, axis: int) -> tuple[int, bool] | None:
@@ -244,7 +244,7 @@ def writers(
     within: Collection[str] | None = None,
     width: int = 0,
     mixing: bool = True,
-) -> Edge:
+) -> LinearEdge:
     """Return the linears (inside `within`) whose sum makes up `axis` of `end`, and what else does or takes a part.
 
     Whatever linear map of the channels follows them follows the sum: no factor on the way tells one channel from
@@ -271,7 +271,7 @@ def writers(
         if not steps:
             others.append(name)
     strays = [u for n in seen - {end} for u in graph.users[n] if u not in seen and graph[n].kind != "param"]
-    return Edge(tuple(linears.values()), tuple(dict.fromkeys([*others, *strays])), frozenset(seen - set(others)))
+    return LinearEdge(tuple(linears.values()), tuple(dict.fromkeys([*others, *strays])), frozenset(seen - set(others)))
 
 
 def _rows(graph: OpGraph, op: Op, axis: int) -> Linear | None:

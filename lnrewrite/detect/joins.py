@@ -128,7 +128,7 @@ def _terms(graph: OpGraph, total: str, whole: Container[str]) -> list[tuple[str,
     return sorted(found, key=lambda pair: graph.index[pair[0]])
 
 
-def trunk(graph: OpGraph, term: str) -> Iterator[str]:
+def carried_on(graph: OpGraph, term: str) -> Iterator[str]:
     """Yield the values that a skip carries on: itself, then back through casts, shapes and constant scales."""
     yield term
     while True:
@@ -144,7 +144,7 @@ def trunk(graph: OpGraph, term: str) -> Iterator[str]:
 
 def _states(graph: OpGraph, root: str) -> Iterator[str]:
     """Yield what a trunk value carries on, through norms that are one operator too (post-LN)."""
-    for name in trunk(graph, root):
+    for name in carried_on(graph, root):
         yield name
         if graph[name].kind in {"layer_norm", "rms_norm"}:
             yield from _states(graph, graph[name].data[0])
@@ -174,7 +174,7 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
     terms = [(t, add) for t, add in every if t not in graph.constant]
     for skip, _ in reversed(terms):
         others = [(t, add) for t, add in terms if t != skip and _same_shape(graph, t, total)]
-        for root in trunk(graph, skip):
+        for root in carried_on(graph, skip):
             branches = [(t, add) for t, add in others if t != root and _is_sublayer(graph, root, t)]
             if not branches or not _carries_features(graph, root) or _biases_scores(graph, root, branches):
                 continue

@@ -42,7 +42,7 @@ def lookalikes(graph: OpGraph, taken: Collection[str]) -> Iterator[tuple[str, st
     for op in graph:
         if op.kind not in {"mul", "div"} or op.name in seen or op.name in graph.constant:
             continue
-        if why := _sized(graph, op, seen) or _squashed(graph, op, seen) or _centred(graph, op, seen):
+        if why := _sized(graph, op, seen) or _squashed(graph, op, seen) or _centered(graph, op, seen):
             seen.add(op.name)
             yield op.name, why
 
@@ -165,7 +165,7 @@ def _gained(graph: OpGraph, op: Op) -> str | None:
     return None
 
 
-def _centred(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
+def _centered(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
     """Return what has its own mean taken off and gets a gain: a layer norm whose deviation is a fixed number."""
     value = _gained(graph, op)
     while value and graph[value].kind in CASTS | {"mul", "div"} and value not in seen:

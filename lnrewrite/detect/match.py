@@ -9,7 +9,7 @@ from ..ir import Norm
 
 @dataclass(frozen=True, slots=True)
 class NormMatch:
-    """Hold one norm of a graph: `source` is what it normalises, `output` its value, `members` its ops."""
+    """Hold one norm of a graph: `source` is what it normalizes, `output` its value, `members` its ops."""
 
     norm: Norm
     source: str

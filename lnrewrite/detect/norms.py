@@ -1,4 +1,4 @@
-"""Recognise norms by algebra, and prove each on random data before it counts.
+"""Recognize norms by algebra, and prove each on random data before it counts.
 
 A decomposed norm is a product (or quotient) of a value with an inverse root of one of its own reductions. Whatever
 the spelling, the piece of graph between the value and the product is run in float64 on random data and compared
@@ -19,7 +19,7 @@ from .graph import CASTS, Op, Operand, OpGraph
 from .lookalikes import lookalikes
 from .match import NormMatch
 from .proving import REDUCTIONS, Prover
-from .stored import dynamic_tanh, standardised, stored
+from .static_norms import dynamic_tanh, standardized, stored
 
 FUSED = {
     "layer_norm": Kind.LAYER, "rms_norm": Kind.RMS, "batch_norm": Kind.BATCH, "group_norm": Kind.GROUP,
@@ -62,7 +62,7 @@ def find_norms(graph: OpGraph) -> tuple[Mapping[str, NormMatch], tuple[Refusal, 
             whole = _with_affine(graph, core)
             found[whole.output] = whole
             taken |= whole.members
-    found |= {f.output: f for f in standardised(graph)}
+    found |= {f.output: f for f in standardized(graph)}
     members = frozenset[str]().union(*(f.members for f in found.values()))
     odd = ((name, "; ".join(filter(None, (why, misses.get(name))))) for name, why in lookalikes(graph, members))
     return found, tuple(Refusal(Code.LN205, name, why, UNKNOWN) for name, why in odd)
@@ -138,7 +138,7 @@ def _statistic(graph: OpGraph, name: Operand, depth: int = 12) -> bool:
 
 
 def _sources(graph: OpGraph, name: str) -> Iterator[str]:
-    """Yield what a normalised value may be computed from: itself, before a cast, a gain or the centring."""
+    """Yield what a normalized value may be computed from: itself, before a cast, a gain or the centering."""
     yield name
     op = graph[name]
     gains = [i for i in op.data if graph.is_channel_vector(i, graph.width(name)) or graph.is_scalar(i)]

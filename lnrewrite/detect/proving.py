@@ -93,12 +93,12 @@ def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
 
     variant: std 0 biased, 1 unbiased standard deviation; l2 0 max(|x|, eps), 1 |x| + eps, 2 sqrt(|x|^2 + eps).
     """
-    centred = x - x.mean(-1, keepdims=True)
+    centered = x - x.mean(-1, keepdims=True)
     if kind in {Kind.LAYER, Kind.RMS}:
-        x = centred if kind is Kind.LAYER else x
+        x = centered if kind is Kind.LAYER else x
         return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + eps))
     if kind is Kind.STD:
-        return np.asarray(centred / (x.std(-1, keepdims=True, ddof=variant) + eps))
+        return np.asarray(centered / (x.std(-1, keepdims=True, ddof=variant) + eps))
     length = np.sqrt((x**2).sum(-1, keepdims=True))
     return np.asarray(x / (np.maximum(length, eps), length + eps, np.sqrt(length**2 + eps))[variant])
 

@@ -9,7 +9,7 @@ from ..ir import Barrier, Block, Side, Stream, Where
 from .beside import added_to, counted_behind, told_apart
 from .blocks import block
 from .chains import Sum
-from .edges import Edge, counted, readers, writers
+from .edges import LinearEdge, counted, readers, writers
 from .match import NormMatch
 from .naming import stream_name
 from .normed import NormedGraph
@@ -74,12 +74,12 @@ def _handed_on(view: NormedGraph, block: Block, onward: Sum) -> Block:
     return replace(block, scales=(*block.scales, *link.scales), barriers=(*block.barriers, *barriers))
 
 
-def _exits(view: NormedGraph, last: str, axis: int, norm: NormMatch | None) -> Edge:
+def _exits(view: NormedGraph, last: str, axis: int, norm: NormMatch | None) -> LinearEdge:
     """Return what reads a stream's last state, but for the norm at its end."""
     members = norm.members if norm else frozenset()
     edge = readers(view.graph, last, axis)
     others = [o for o in edge.others if o not in members]
-    return Edge(edge.linears, tuple(dict.fromkeys(o if o == "output" else view.graph[o].kind for o in others)))
+    return LinearEdge(edge.linears, tuple(dict.fromkeys(o if o == "output" else view.graph[o].kind for o in others)))
 
 
 def _taps(view: NormedGraph, chain: Sequence[Sum]) -> tuple[str, ...]:

@@ -170,7 +170,7 @@ class Tapering:
         """Return the maps that make an attention's values, where they are to move in a stage of their own and can."""
         if VALUES not in self.stages or block.kind != "attention" or site.taps:
             return ()
-        made = {maker.node for arm in block.arms for maker in arm.makers}
+        made = {producer.node for pair in block.scale_pairs for producer in pair.producers}
         found = tuple(r.node for r in site.readers if r.node in made)
         direct = all(site.origin[-1] in self.program.graph[r.node].data for r in site.readers)
         return found if direct and len(found) < len(site.readers) else ()

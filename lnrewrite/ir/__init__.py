@@ -3,14 +3,14 @@
 from .edits import (
     Affine,
     Array,
-    Centre,
+    Center,
     DropScale,
     Edit,
     Exactness,
     FoldReader,
     Freeze,
     Gain,
-    Normalise,
+    Normalize,
     Number,
     Operation,
     Proposal,
@@ -23,16 +23,15 @@ from .edits import (
     Vectors,
 )
 from .network import Block, Network, Stream, site_name, sums
-from .parts import Anchor, Arm, Barrier, Kind, Linear, Norm, Placement, Scale, Side, Site, Where
+from .parts import Anchor, Barrier, Kind, Linear, Norm, Placement, Scale, ScalePair, Side, Site, Where
 
 __all__ = [
     "Affine",
     "Anchor",
-    "Arm",
     "Array",
     "Barrier",
     "Block",
-    "Centre",
+    "Center",
     "DropScale",
     "Edit",
     "Exactness",
@@ -43,13 +42,14 @@ __all__ = [
     "Linear",
     "Network",
     "Norm",
-    "Normalise",
+    "Normalize",
     "Number",
     "Operation",
     "Placement",
     "Proposal",
     "Rotation",
     "Scale",
+    "ScalePair",
     "ScaleWriter",
     "SetNorm",
     "Side",

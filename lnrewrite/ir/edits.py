@@ -63,7 +63,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Centre:
+class Center:
     """Represent the matrix that takes the mean off each run of `width` channels: I - 11^T / width."""
 
     width: int
@@ -73,7 +73,7 @@ class Centre:
 class Rotation:
     """Represent an orthogonal matrix Q, the same on each run of `block` channels; `back` for its transpose.
 
-    kind: `hadamard` (H diag(s): a normalised Walsh-Hadamard matrix, `block` a power of two, with signs s drawn for
+    kind: `hadamard` (H diag(s): a normalized Walsh-Hadamard matrix, `block` a power of two, with signs s drawn for
     each channel of the block) or `random` (uniform over orthogonal matrices); both are drawn from `seed`.
     """
 
@@ -88,7 +88,7 @@ class Rotation:
         return replace(self, back=not self.back)
 
 
-Value = Vector | Gain | Number | Centre | Rotation
+Value = Vector | Gain | Number | Center | Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Affine:
 
     At `in` it stands where the block reads the stream (after an in norm), at `out` just before the add, at `post` on
     the skip's edge alone: what the block passes on to its add; at `embedding` where the stream starts, `before` its
-    embedding norm or behind it. A `Centre` as scale is one explicit subtraction of the mean.
+    embedding norm or behind it. A `Center` as scale is one explicit subtraction of the mean.
     """
 
     where: Where
@@ -154,7 +154,7 @@ class DropScale:
 
 
 @dataclass(frozen=True, slots=True)
-class Normalise:
+class Normalize:
     """Replace every row of a table by its norm, gain and bias included."""
 
     table: Linear
@@ -175,7 +175,7 @@ class Freeze:
     node: str
 
 
-Operation = SetNorm | FoldReader | ScaleWriter | Affine | DropScale | Normalise | Untie | Freeze
+Operation = SetNorm | FoldReader | ScaleWriter | Affine | DropScale | Normalize | Untie | Freeze
 
 
 @dataclass(frozen=True, slots=True)

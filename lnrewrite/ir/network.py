@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ..errors import Refusal
-from .parts import Anchor, Arm, Barrier, Linear, Placement, Scale, Side, Site, Where
+from .parts import Anchor, Barrier, Linear, Placement, Scale, ScalePair, Side, Site, Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Block:
     before the add. `parallel_group` numbers branches that share one sum. `scale` is the number that multiplies the
     skip (DeepNorm); `scales` are the block's other constant factors in dataflow order. `added` are the linears and
     tables that write further terms of the sum (positions, conditions), told of its first block alone. `barriers` are
-    what no linear edit passes; a block without them is accounted for. `arms` are linears inside the branch that share
-    a free factor.
+    what no linear edit passes; a block without them is accounted for. `scale_pairs` are linears inside the branch that
+    share a free factor.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Block:
     scales: tuple[Scale, ...] = ()
     added: tuple[Linear, ...] = ()
     barriers: tuple[Barrier, ...] = ()
-    arms: tuple[Arm, ...] = ()
+    scale_pairs: tuple[ScalePair, ...] = ()
     anchor: Anchor = field(default=Anchor(), compare=False)
 
     def barrier(self, at: Side) -> Barrier | None:
@@ -117,7 +117,7 @@ class Stream:
         if self.final:
             yield f"{self.name}.final", None, self.final
 
-    def makers(self, block: Block | None, site: Site) -> tuple[Linear, ...]:
+    def producers(self, block: Block | None, site: Site) -> tuple[Linear, ...]:
         """Return the linears whose sum, scaled at most, a norm reads; none where something else has a part in it."""
         if site.where is Where.EMBEDDING:
             return () if self.opaque else self.sources
@@ -146,7 +146,7 @@ def sums(stream: Stream) -> list[list[Block]]:
 class Network:
     """Hold all that was seen in one model: its streams, norms that are on no stream, and what was not understood.
 
-    `computed` names the nodes that compute a linear map's weight from parameters (weight standardisation).
+    `computed` names the nodes that compute a linear map's weight from parameters (weight standardization).
     """
 
     streams: tuple[Stream, ...] = ()

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ..errors import Code, Refusal
 from .network import Block, Network, Stream
-from .parts import Arm, Barrier, Kind, Linear, Norm, Scale, Side, Site, Where
+from .parts import Barrier, Kind, Linear, Norm, Scale, ScalePair, Side, Site, Where
 from .printer import PLAIN, implied_readers
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ def _read_block(lines: deque[_Line]) -> Block:
     block, placement = head.read(_read_block_head)
     sites: list[Site] = []
     scales: list[Scale] = []
-    arms: list[Arm] = []
+    pairs: list[ScalePair] = []
     barriers: list[Barrier] = []
     linears: dict[str, tuple[Linear, ...]] = {}
     while lines and lines[0].keyword in _BLOCK_LINES:
@@ -131,7 +131,7 @@ def _read_block(lines: deque[_Line]) -> Block:
         elif line.keyword == "scale":
             scales.append(line.read(_read_scale))
         elif line.keyword == "arm":
-            arms.append(line.read(_read_arm))
+            pairs.append(line.read(_read_arm))
         elif line.keyword == "barrier":
             barriers.append(line.read(_read_barrier))
         elif line.keyword in linears:
@@ -139,8 +139,8 @@ def _read_block(lines: deque[_Line]) -> Block:
         else:
             linears[line.keyword] = line.read(_read_linears)
     readers, writers = linears.get("reads", implied_readers(sites)), linears.get("writes", ())
-    block = replace(block, sites=tuple(sites), scales=tuple(scales), arms=tuple(arms), readers=readers, writers=writers)
-    block = replace(block, added=linears.get("adds", ()), barriers=tuple(barriers))
+    block = replace(block, sites=tuple(sites), scales=tuple(scales), readers=readers, writers=writers)
+    block = replace(block, added=linears.get("adds", ()), barriers=tuple(barriers), scale_pairs=tuple(pairs))
     if block.placement != placement:
         raise head.error(f"block {block.name} says {placement}, its norms say {block.placement}")
     return block
@@ -176,14 +176,14 @@ def _read_linear(word: str) -> Linear:
     return Linear(*held, "inexact" not in marks, "table" in marks, "apart" in marks)
 
 
-def _read_arm(rest: str) -> Arm:
+def _read_arm(rest: str) -> ScalePair:
     words = _WORD.findall(rest)
     if "->" not in words:
-        raise ValueError(f"not an arm (makers -> takers): {rest!r}")
+        raise ValueError(f"not an arm (producers -> consumers): {rest!r}")
     split = words.index("->")
     run = int(words.pop().removeprefix("run=")) if words[-1].startswith("run=") else 0
-    makers, takers = (tuple(map(_read_linear, part)) for part in (words[:split], words[split + 1 :]))
-    return Arm(makers, takers, run)
+    producers, consumers = (tuple(map(_read_linear, part)) for part in (words[:split], words[split + 1 :]))
+    return ScalePair(producers, consumers, run)
 
 
 def _read_scale(rest: str) -> Scale:

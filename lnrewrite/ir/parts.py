@@ -125,16 +125,16 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ScalePair:
     """Name linears inside a branch whose output's scale goes on to other linears of it, and nowhere else.
 
-    What `makers` are divided by, by a positive number, `takers` can be multiplied by. `run` is the number of channels
-    of a head where each head's channels reach the takers unmixed, so that they may be rotated too; else 0. `values`
-    names the nodes whose size follows the makers'.
+    What `producers` are divided by, by a positive number, `consumers` can be multiplied by (cross-layer equalization,
+    arXiv 1906.04721). `run` is the number of channels of a head where each head's channels reach the consumers unmixed,
+    so that they may be rotated too; else 0. `values` names the nodes whose size follows the producers'.
     """
 
-    makers: tuple[Linear, ...]
-    takers: tuple[Linear, ...]
+    producers: tuple[Linear, ...]
+    consumers: tuple[Linear, ...]
     run: int = 0
     values: tuple[str, ...] = field(default=(), compare=False)
 
@@ -180,7 +180,7 @@ class Site:
 
     `readers` and `taps` together are every consumer: an edit of the norm's affine is whole when it reaches all of
     them. `writers` are the linears that make up all of its input and serve nothing else; none where it has others (an
-    out norm's are the block's, an embedding norm's the stream's sources), `width` the size of what it normalises (0:
+    out norm's are the block's, an embedding norm's the stream's sources), `width` the size of what it normalizes (0:
     the stream's). `modulated` says that data multiply the norm: `adaptive` (a gain computed from a condition),
     `time-dependent` (stored gains mixed by a scalar of the condition), `gated` (an activation of another value).
     `origin` names the graph nodes that compute the norm: input first, output last.

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from ..errors import Refusal
 from .network import Block, Network, Stream
-from .parts import Arm, Linear, Norm, Scale, Site, Where
+from .parts import Linear, Norm, Scale, ScalePair, Site, Where
 
 PLAIN = r"[A-Za-z0-9_./:$~-]+"
 """A name that is written without quotes."""
@@ -88,8 +88,8 @@ def _site(site: Site) -> str:
     return " ".join([_norm(site.norm), *width, *before, *(["->", *words] if words else [])])
 
 
-def _arm(arm: Arm) -> str:
-    words = [*map(_linear, arm.makers), "->", *map(_linear, arm.takers), *[f"run={arm.run}"] * (arm.run > 0)]
+def _scale_pair(pair: ScalePair) -> str:
+    words = [*map(_linear, pair.producers), "->", *map(_linear, pair.consumers), *[f"run={pair.run}"] * (pair.run > 0)]
     return " ".join(words)
 
 
@@ -107,7 +107,7 @@ def _block(block: Block) -> list[str]:
     lines = [f"  block {' '.join(header)}"]
     lines += [f"    {s.where:<6} {_site(s)}" for s in block.sites]
     lines += [f"    scale  {_scale(s)}" for s in block.scales]
-    lines += [f"    arm    {_arm(a)}" for a in block.arms]
+    lines += [f"    arm    {_scale_pair(p)}" for p in block.scale_pairs]
     lines += [f"    barrier {b.at} {_name(b.op)}" for b in block.barriers]
     lines += [f"    adds   {_linears(block.added)}"] if block.added else []
     if block.readers != implied_readers(block.sites):

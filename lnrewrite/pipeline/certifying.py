@@ -65,7 +65,8 @@ class Certifiable(Provable, Protocol):
 class Trial:
     """Hold an edit that changes nothing if the picture is right: `of` names the norm, or the block, that it tries.
 
-    `side` is the edge of the block; without one it is a norm inside the branch or at the stream's ends, or the arms.
+    `side` is the edge of the block; without one it is a norm inside the branch or at the stream's ends, or its scale
+    pairs.
     """
 
     of: str
@@ -134,7 +135,7 @@ class Trials:
         self.stream, self.program, self.random, self.vectors = stream, program, np.random.default_rng(seed), Vectors()
 
     def all(self) -> Iterator[Trial]:
-        """Yield a trial for each norm and what reads or writes it, each bare edge, and the arms of each branch."""
+        """Yield a trial for each norm and what reads or writes it, each bare edge, and each branch's scale pairs."""
         seen = set[tuple[str, ...]]()
         for name, block, site in self.stream.located():
             if site.origin[-1:] not in seen and site.norm.kind in (Kind.LAYER, Kind.RMS) and not site.norm.over:
@@ -156,12 +157,12 @@ class Trials:
             except LnrewriteError:  # a bias that is computed
                 return (SetNorm(site.where, norm, index=index),)
             return (SetNorm(site.where, norm, gamma, beta, index), *folds(site.readers, self.vectors.add(1 / by)))
-        if site.where is Where.OUT and block and free(made := self.stream.makers(block, site)):
+        if site.where is Where.OUT and block and free(made := self.stream.producers(block, site)):
             return (*scaled(made, TWICE), SetNorm(site.where, replace(norm, eps=norm.eps * 4), index=index))
         return (SetNorm(site.where, norm, index=index),)
 
     def bare(self, block: Block) -> Iterator[Trial]:
-        """Yield the trials of what reads the stream without a norm, of what writes to it so, and of the arms."""
+        """Yield the trials of what reads the stream without a norm, of what writes to it so, and of the scale pairs."""
         if not self.stream.width:
             return
         by = self.powers(self.stream.width)
@@ -172,9 +173,9 @@ class Trials:
         if not block.at(Where.OUT) and not block.barrier(Side.WRITTEN) and free(block.writers):
             edit = Edit(block.name, (*scaled(block.writers, there), Affine(Where.OUT, back)))
             yield Trial(block.name, Side.WRITTEN, edit)
-        arms = [a for a in block.arms if free((*a.makers, *a.takers))]
-        if arms:
-            moved = [o for a in arms for o in (*scaled(a.makers, TWICE), *folds(a.takers, HALF))]
+        pairs = [p for p in block.scale_pairs if free((*p.producers, *p.consumers))]
+        if pairs:
+            moved = [o for p in pairs for o in (*scaled(p.producers, TWICE), *folds(p.consumers, HALF))]
             yield Trial(block.name, None, Edit(block.name, tuple(moved)))
 
     def powers(self, width: int) -> Any:
@@ -245,7 +246,7 @@ def _corrected(stream: Stream, wrong: Collection[tuple[str, Side | None]]) -> St
             b,
             sites=tuple(site(site_name(b, s), s) for s in b.sites),
             barriers=(*b.barriers, *(Barrier(side, CONTRADICTED) for side in sides)),
-            arms=() if (b.name, None) in wrong else b.arms,
+            scale_pairs=() if (b.name, None) in wrong else b.scale_pairs,
         )
 
     embedding, final = (held and site(f"{stream.name}.{held.where}", held) for held in (stream.embedding, stream.final))

@@ -103,9 +103,9 @@ class Machine:
             hidden = self._norm(site_name(block, site), site, hidden, seen)
             if not written.issuperset(r.param for r in site.readers):
                 hidden = np.tanh(self._contract(site.readers, hidden))
-        for arm in block.arms:
-            made = np.sum([self._write(w, hidden) for w in arm.makers], axis=0)
-            hidden = made if arm.run else np.maximum(made, 0)
+        for pair in block.scale_pairs:
+            made = np.sum([self._write(w, hidden) for w in pair.producers], axis=0)
+            hidden = made if pair.run else np.maximum(made, 0)
         branch = np.sum([self._write(w, hidden) for w in block.writers], axis=0)
         branch = branch + fit(beside, branch.shape[1])
         branch = self._scale(block, "written", branch)
@@ -220,7 +220,7 @@ def trunk_norms(group: Iterable[Block]) -> list[tuple[str, Site]]:
 def invent(stream: Stream, seed: int, tokens: int = 5, hidden: int = 6) -> Machine:
     """Make a machine for a stream with random parameters, gains and biases among them, drawn from `seed`.
 
-    Default-initialised gains (1) and biases (0) would hide every wrong fold.
+    Default-initialized gains (1) and biases (0) would hide every wrong fold.
     """
     drawn = _Draw(np.random.default_rng(seed), stream.width, tokens, hidden)
     for source in sources(stream):
@@ -268,16 +268,16 @@ class _Draw:
         self.linear(writer, self.width)
 
     def block(self, block: Block) -> None:
-        """Draw what a block's edges, arms and factors hold."""
+        """Draw what a block's edges, scale pairs and factors hold."""
         for table in block.added:
             self.values(table.param, self.tokens, self.width)
         for reader in block.readers:
             self.linear(reader, self.width)
         for writer in block.writers:
             self.writer(writer)
-        for maker in (maker for arm in block.arms for maker in arm.makers):
-            self.values(maker.bias, self.hidden)
-            self.values(maker.param, self.hidden, self.hidden)
+        for producer in (producer for pair in block.scale_pairs for producer in pair.producers):
+            self.values(producer.bias, self.hidden)
+            self.values(producer.param, self.hidden, self.hidden)
         for scale in block.scales:
             if isinstance(scale.by, str):
                 self.values(scale.by, self.width if scale.vector else 1)

@@ -14,14 +14,14 @@ import numpy as np
 from ..ir import (
     Affine,
     Block,
-    Centre,
+    Center,
     DropScale,
     FoldReader,
     Freeze,
     Gain,
     Linear,
     Norm,
-    Normalise,
+    Normalize,
     Number,
     Operation,
     Proposal,
@@ -58,7 +58,7 @@ def apply(machine: Machine, proposal: Proposal) -> Machine:
                 return np.asarray(before[param] + plus_one)
             case Number(number):
                 return np.full(channels, number)
-            case Centre(width):
+            case Center(width):
                 return np.asarray(np.kron(np.eye(channels // width), np.eye(width) - 1 / width), dtype=np.float64)
             case Rotation():
                 return np.asarray(np.kron(np.eye(channels // value.block), orthogonal(value)), dtype=np.float64)
@@ -99,7 +99,7 @@ def _operate(machine: Machine, target: str, operation: Operation, resolve: Resol
             return _affine(machine, target, operation, resolve)
         case DropScale():
             return _drop_scale(machine, target, operation)
-        case Normalise(table, norm):
+        case Normalize(table, norm):
             rows = np.moveaxis(machine.params[table.param], table.axis, -1)
             made = np.moveaxis(normalize(norm, rows, machine.params), -1, table.axis)
             return replace(machine, params={**machine.params, table.param: made})
@@ -249,8 +249,9 @@ def _linears(stream: Stream, change: Callable[[Linear], Linear]) -> Stream:
 
     def block(held: Block) -> Block:
         sites = tuple(map(site, held.sites))
-        arms = tuple(replace(a, makers=many(a.makers), takers=many(a.takers)) for a in held.arms)
-        return replace(held, sites=sites, arms=arms, readers=many(held.readers), writers=many(held.writers))
+        pairs = [replace(p, producers=many(p.producers), consumers=many(p.consumers)) for p in held.scale_pairs]
+        held = replace(held, sites=sites, scale_pairs=tuple(pairs))
+        return replace(held, readers=many(held.readers), writers=many(held.writers))
 
     return replace(
         stream,

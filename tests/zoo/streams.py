@@ -10,7 +10,21 @@ import numpy as np
 from hypothesis import strategies as st
 
 from lnrewrite.errors import Code, Refusal
-from lnrewrite.ir import Arm, Barrier, Block, Kind, Linear, Network, Norm, Placement, Scale, Side, Site, Stream, Where
+from lnrewrite.ir import (
+    Barrier,
+    Block,
+    Kind,
+    Linear,
+    Network,
+    Norm,
+    Placement,
+    Scale,
+    ScalePair,
+    Side,
+    Site,
+    Stream,
+    Where,
+)
 from lnrewrite.pipeline import Context
 from lnrewrite.testing.reference import Machine, invent
 
@@ -91,14 +105,14 @@ def _block(draw: Any, name: str, placement: Placement, group: int | None) -> Blo
         side = None
     if side is Side.READ:
         sites = [replace(s, taps=("pool",)) if s.where is Where.IN else s for s in sites]
-    arms = ()
+    pairs = ()
     if draw(st.integers(0, 3)) == 0 and not any(s.where is Where.INNER and s.readers for s in sites):
-        takers = tuple(Linear(w.param, 1 - w.axis, w.bias) for w in writers)
+        consumers = tuple(Linear(w.param, 1 - w.axis, w.bias) for w in writers)
         bias = f"{name}.arm.bias" if draw(st.booleans()) else None
-        arms = (Arm((Linear(f"{name}.arm.weight", 0, bias),), takers, draw(st.sampled_from((0, 2)))),)
+        pairs = (ScalePair((Linear(f"{name}.arm.weight", 0, bias),), consumers, draw(st.sampled_from((0, 2)))),)
     added = (Linear(f"{name}.added", 1, table=True),) if draw(st.integers(0, 9)) == 0 else ()
     barriers = (Barrier(side, "pool"),) if side else ()
-    return Block(name, kind, tuple(sites), readers, writers, group, scale, scales, added, barriers, arms)
+    return Block(name, kind, tuple(sites), readers, writers, group, scale, scales, added, barriers, pairs)
 
 
 @st.composite
@@ -261,9 +275,9 @@ def _any_block(draw: Any) -> Block:
     readers = implied if draw(st.booleans()) else draw(linears)
     group = draw(st.none() | st.integers())
     scales = tuple(draw(st.lists(_any_scale(), max_size=2)))
-    arms = tuple(draw(st.lists(st.builds(Arm, linears, linears, st.integers(0, 9)), max_size=2)))
+    pairs = tuple(draw(st.lists(st.builds(ScalePair, linears, linears, st.integers(0, 9)), max_size=2)))
     barriers = st.lists(st.builds(Barrier, st.sampled_from(Side), _words), max_size=2).map(tuple)
-    ends = (scales, draw(linears), draw(barriers), arms)
+    ends = (scales, draw(linears), draw(barriers), pairs)
     return Block(draw(_words), draw(_words), sites, readers, draw(linears), group, draw(_floats), *ends)
 
 

@@ -1,6 +1,6 @@
-"""Recognise what stands where norms stand but takes no statistics of its input, and norms of weights.
+"""Recognize what stands where norms stand but takes no statistics of its input, and norms of weights.
 
-A power norm (and a batch norm written out) divides by stored numbers; dynamic tanh squashes; weight standardisation
+A power norm (and a batch norm written out) divides by stored numbers; dynamic tanh squashes; weight standardization
 norms the weight of a linear map on its way there.
 """
 
@@ -21,7 +21,7 @@ SAME = CASTS | {"reshape", "expand"}
 def stored(graph: OpGraph, op: Op) -> NormMatch | None:
     """Return a norm by stored numbers: x / sqrt(v + eps) for a parameter v of one number per channel.
 
-    Centred by stored numbers too it is a batch norm written out, else a power norm.
+    Centered by stored numbers too it is a batch norm written out, else a power norm.
     """
     for value, other in ((op.inputs[0], op.inputs[1]), (op.inputs[1], op.inputs[0])):
         if not isinstance(value, str) or value in graph.constant or not isinstance(other, str):
@@ -87,7 +87,7 @@ def dynamic_tanh(graph: OpGraph, op: Op) -> NormMatch | None:
     return None
 
 
-def standardised(graph: OpGraph) -> Iterator[NormMatch]:
+def standardized(graph: OpGraph) -> Iterator[NormMatch]:
     """Yield the weights of linear maps that are scaled by their own spread before they are used."""
     for op in graph:
         weight = op.inputs[1] if op.kind in PRODUCTS | {"linear", "conv"} and len(op.inputs) > 1 else None

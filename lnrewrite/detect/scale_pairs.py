@@ -1,4 +1,4 @@
-"""Find the arms of a branch: linear maps whose output's scale passes unchanged to other linear maps, and nowhere else.
+"""Find the scale pairs of a branch: linears whose output's scale passes unchanged to other linears, and nowhere else.
 
 The linear arm of a gated MLP, the two linears around a ReLU, the value and output projections of attention: what the
 first is multiplied by can be divided out of the second, W2 relu(W1 x) = (k W2) relu(W1 x / k).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..ir import Arm
+from ..ir import ScalePair
 from .edges import moved, read, written
 from .graph import CASTS, SHAPE, Op, OpGraph
 
@@ -17,22 +17,22 @@ POSITIVE = frozenset({"relu", "leaky_relu"})
 PRODUCTS = frozenset({"matmul", "bmm", "mm"})
 
 
-def find_arms(graph: OpGraph, region: Collection[str], closed: Collection[str]) -> list[Arm]:
-    """Return the arms inside a branch, in order; `closed` are the members of norms, which see no scale."""
+def find_scale_pairs(graph: OpGraph, region: Collection[str], closed: Collection[str]) -> list[ScalePair]:
+    """Return the scale pairs inside a branch, in order; `closed` are the members of norms, which see no scale."""
     found = []
     for name in sorted(set(region) - set(closed), key=graph.index.__getitem__):
-        arm = _follow(graph, graph[name], region, closed)
-        if arm:
-            found.append(arm)
+        pair = _follow(graph, graph[name], region, closed)
+        if pair:
+            found.append(pair)
     return found
 
 
-def _follow(graph: OpGraph, maker: Op, region: Collection[str], closed: Collection[str]) -> Arm | None:
-    linear = written(graph, maker, -1)
+def _follow(graph: OpGraph, producer: Op, region: Collection[str], closed: Collection[str]) -> ScalePair | None:
+    linear = written(graph, producer, -1)
     if linear is None or linear.table:
         return None
-    takers, values = {}, {maker.name: None}
-    todo: list[tuple[str, int | None, int]] = [(maker.name, -1, 0)]
+    consumers, values = {}, {producer.name: None}
+    todo: list[tuple[str, int | None, int]] = [(producer.name, -1, 0)]
     runs = set()
     while todo:
         value, axis, run = todo.pop()
@@ -40,23 +40,23 @@ def _follow(graph: OpGraph, maker: Op, region: Collection[str], closed: Collecti
             if user not in region or user in closed:
                 return None
             op = graph[user]
-            if taker := read(graph, op, value, -1):
-                takers[user] = taker
-                runs.add(run if axis == -1 and not taker.apart else 0)
-            elif (step := _onward(graph, op, value, axis, run, maker.name)) is not None:
+            if consumer := read(graph, op, value, -1):
+                consumers[user] = consumer
+                runs.add(run if axis == -1 and not consumer.apart else 0)
+            elif (step := _onward(graph, op, value, axis, run, producer.name)) is not None:
                 if user not in values:
                     values[user] = None
                     todo.append((user, *step))
             else:
                 return None
-    if not takers:
+    if not consumers:
         return None
     run = runs.pop() if len(runs) == 1 else 0
-    return Arm((linear,), tuple(dict.fromkeys(takers.values())), run, tuple(values))
+    return ScalePair((linear,), tuple(dict.fromkeys(consumers.values())), run, tuple(values))
 
 
 def _onward(
-    graph: OpGraph, op: Op, value: str, axis: int | None, run: int, maker: str
+    graph: OpGraph, op: Op, value: str, axis: int | None, run: int, producer: str
 ) -> tuple[int | None, int] | None:
     """Return (channel axis, channels of a head) behind an op that passes a positive factor on; axis None: lost."""
     if op.kind in CASTS | {"dropout"}:
@@ -66,7 +66,7 @@ def _onward(
     if op.kind in POSITIVE:
         return None, 0
     others = [n for n in op.data if n != value]
-    if any(graph.reaches(maker, n) for n in others) or op.data.count(value) != 1:
+    if any(graph.reaches(producer, n) for n in others) or op.data.count(value) != 1:
         return None
     if op.kind == "mul" or (op.kind == "div" and op.inputs[0] == value):
         return (axis, run) if not others or graph.is_scalar(others[0]) else (None, 0)
