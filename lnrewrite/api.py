@@ -102,7 +102,7 @@ def check_device(device: str) -> None:
         torch.empty(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as why:
         raise UsageError(
-            Code.LN003, f"device {device!r}", str(why), "give cpu, or a device that torch sees here"
+            Code.LN003, f"device {device!r}", str(why), "give cpu, or a device that torch finds here"
         ) from why
 
 
@@ -113,7 +113,7 @@ def _taken_over(model: str, program: torch.export.ExportedProgram) -> Capture:
     except LnrewriteError:
         raise
     except Exception as error:  # torch traces it again, and raises whatever a stranger's graph leads to
-        why = f"its program does not hold together: {told(error).partition(chr(10))[0]}"
+        why = f"its program contradicts itself: {told(error).partition(chr(10))[0]}"
         raise damaged(model, why) from error
 
 
@@ -166,7 +166,7 @@ def rewrite_source(
     target = None if output is None or folder else _target(source, os.fspath(output), force)
     if folder and (source.how.factory or source.how.device != "cpu"):
         why = "a folder is read on the CPU, by the class that its config names"
-        raise UsageError(Code.LN003, "--factory, --device", why, "leave them out, or name a .pt2 file as OUT")
+        raise UsageError(Code.LN003, "--factory, --device", why, "omit them, or name a .pt2 file as OUT")
     read, data = reader_of(calibrate, source.how.seed)
     accepted = accept_fixed_paths or output is None
     job = Job(pipeline, read, data, partial, lenient, verify, accepted, source.how.seed)

@@ -201,7 +201,7 @@ class Untrusted(LnrewriteError):
         foreign = [name for name in self.runs if not _familiarity(name)]
         first = (foreign or self.runs)[:4]
         more = f" and {len(self.runs) - len(first)} more (-v lists them)" if len(first) < len(self.runs) else ""
-        remedy = "save the weights alone and give --factory, or trust the file with --trust-pickle"
+        remedy = "save only the weights and give --factory, or trust the file with --trust-pickle"
         super().__init__(Code.LN012, what, f"loading it would run {', '.join(n[:60] for n in first)}{more}", remedy)
 
     def to_dict(self) -> dict[str, Any]:
@@ -282,4 +282,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def unknown(code: Code, noun: str, word: str, known: Iterable[str]) -> NoReturn:
     """Raise UsageError for a word that names nothing, with the nearest that does."""
-    raise UsageError(code, f"{noun} {word!r}", f"there is no such {noun}", did_you_mean(word, known))
+    raise UsageError(code, f"{noun} {word!r}", f"unknown {noun}", did_you_mean(word, known))

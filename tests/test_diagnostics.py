@@ -6,6 +6,7 @@ import ast
 import functools
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,44 @@ def test_only_codes_that_exist_are_named() -> None:
         named = set(LITERAL.findall(path.read_text()))
         allowed = RETIRED if path.name in ("CHANGELOG.md", "errors.py") else set()
         assert named <= set(Code) | allowed, path
+
+
+# ---- messages ----
+
+
+def resolved(node: ast.expr, tree: ast.Module, above: dict[ast.AST, ast.AST]) -> Iterator[str]:
+    """Yield the strings that an argument may be made of: its own, and those of names assigned around it."""
+    scope: ast.AST | None = node
+    while scope is not None and not isinstance(scope, ast.FunctionDef):
+        scope = above.get(scope)
+    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    values: list[ast.expr] = [node]
+    for assignment in (a for within in (scope, tree) if within for a in ast.walk(within)):
+        if not isinstance(assignment, ast.Assign):
+            continue
+        for target in assignment.targets:
+            if isinstance(target, ast.Name) and target.id in names:
+                values.append(assignment.value)
+            if isinstance(target, ast.Tuple) and isinstance(assignment.value, ast.Tuple):
+                both = zip(target.elts, assignment.value.elts, strict=False)
+                values += [v for t, v in both if isinstance(t, ast.Name) and t.id in names]
+    for value in values:
+        yield from (c.value for c in ast.walk(value) if isinstance(c, ast.Constant) and isinstance(c.value, str))
+
+
+def remedies() -> Iterator[tuple[str, str]]:
+    """Yield every remedy of the product's code, a part of an f-string each, and where it is given."""
+    for path, tree in sources().items():
+        above = parents(tree)
+        for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and len(n.args) > 2):
+            if any(isinstance(a, ast.Attribute) and ast.unparse(a.value) == "Code" for a in call.args[:1]):
+                for text in resolved(call.args[-1], tree, above):
+                    yield f"{path}:{call.lineno}", text
+
+
+def test_a_remedy_is_something_to_do() -> None:
+    """A user who is told to leave it as it is has been told nothing."""
+    found = list(remedies())
+    assert len(found) > 150
+    idle = re.compile(r"\bleav(e|es|ing)\b|\bleft (alone|as)\b|as it is\b", re.I)
+    assert not [(place, text) for place, text in found if idle.search(text)]

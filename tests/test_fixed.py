@@ -164,6 +164,6 @@ def test_made_up_inputs_take_the_captured_path() -> None:
 
 def test_none_on_the_path_is_an_error_that_blames_no_data() -> None:
     _, program = captured("on_float", inputs(7))
-    with pytest.raises(LnrewriteError, match="LN033 made-up inputs"):
+    with pytest.raises(LnrewriteError, match="LN033 synthetic inputs"):
         program.synthetic(0)
     assert lnr.Pipeline.preset("exact").run(program, partial=True).report.edits  # proved on the example inputs

@@ -264,7 +264,7 @@ def test_folders_with_code_of_their_own(room: Path, tmp_path: Path) -> None:
     lnr.rewrite_file(str(source), "fold-affine", tmp_path / "out", trust_remote_code=True)
     assert (tmp_path / "out" / "modeling_other.py").read_text() == OTHER
     assert bool((weights(tmp_path / "out")["model.layers.0.input_layernorm.weight"] == 1).all())
-    with pytest.raises(lnr.LnrewriteError, match="LN310 OtherForCausalLM: model is no class of transformers"):
+    with pytest.raises(lnr.LnrewriteError, match="LN310 OtherForCausalLM: model is not a class of transformers"):
         lnr.rewrite_file(str(source), "place{to=peri}", tmp_path / "peri", trust_remote_code=True)
     assert not (tmp_path / "peri").exists()
 

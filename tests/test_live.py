@@ -336,7 +336,7 @@ def test_unrewrite_says_why_not(net: tuple[nn.Module, Inputs]) -> None:
     lnr.rewrite(other, to="peri", kwargs=inputs)
     with torch.no_grad():
         other.layers[0].a.weight += 1
-    with pytest.raises(lnr.LnrewriteError, match="LN314 weights: they were changed since"):
+    with pytest.raises(lnr.LnrewriteError, match="LN314 weights: they have changed since"):
         lnr.unrewrite(other)
 
 

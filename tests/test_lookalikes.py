@@ -126,4 +126,4 @@ def test_inspect_and_every_report_name_the_node_and_its_block() -> None:
 def test_convert_says_on_the_command_line_what_it_puts_norms_beside(tmp_path: Path) -> None:
     given = ["--to", "pre", "-o", tmp_path / "odd.pt2", "--input", "x=float32[2,6,8]"]
     told = ok("convert", "test_lookalikes:Odd", *given).output
-    assert "note: 1 values are normalised by no norm that is known (LN205)" in " ".join(told.split())
+    assert "note: 1 values are normalized by no norm that lnrewrite knows (LN205)" in " ".join(told.split())

@@ -297,7 +297,7 @@ def put_out(stream: Stream, context: Context) -> Proposal:
 
 
 def no(code: str, site: str) -> Refusal:
-    return Refusal(code, site, "it cannot be", "leave it")
+    return Refusal(code, site, "it cannot be", "select others")
 
 
 @pytest.fixture(autouse=True)
@@ -390,7 +390,7 @@ def test_partial_does_the_rest(script: Any) -> None:
     result = script(refuse_one).run(machine(), partial=True)
     assert [b.placement for b in result.program.network.blocks] == ["pre", "peri", "peri", "pre"]
     assert [r.site for r in result.report.refusals] == ["h.0", "d.0"]
-    assert "LN110 h.0: it cannot be; leave it" in str(result.report)
+    assert "LN110 h.0: it cannot be; select others" in str(result.report)
 
 
 def test_a_refused_stream_stays_as_it_is(script: Any) -> None:
@@ -405,7 +405,7 @@ def test_a_refused_stream_stays_as_it_is(script: Any) -> None:
 def test_what_detection_did_not_understand(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Machine(Network(refusals=(no("LN202", "model"),)), [])
     (note,) = script(put_out).run(before).report.notes
-    assert note == "no residual block was found; LN202 model: it cannot be; leave it"
+    assert note == "no residual block was found; LN202 model: it cannot be; select others"
     monkeypatch.setattr(Bare, "needs_blocks", True, raising=False)
     with pytest.raises(Refused, match="LN202"):
         script(put_out).run(before)
@@ -418,7 +418,7 @@ def test_a_pass_that_skips_a_site_silently_is_a_bug(script: Any, target: str) ->
         rows = [row for b in stream.blocks for row in ((b.name, "a block"), (f"{b.name}.in", "a norm"))]
         return Proposal(not_applicable=tuple(row for row in rows if not row[0].startswith(target[:3])))
 
-    with pytest.raises(RuntimeError, match=rf"{BARE} says nothing of '{target[:3]}.in'"):
+    with pytest.raises(RuntimeError, match=rf"{BARE} does not mention '{target[:3]}.in'"):
         script(propose).run(machine())
 
 
@@ -444,7 +444,7 @@ def test_an_edit_of_nothing_is_a_bug(script: Any) -> None:
     def propose(stream: Stream, context: Context) -> Proposal:
         return Proposal((Edit("h.9", ()),), not_applicable=((stream.name, ""),))
 
-    with pytest.raises(RuntimeError, match="edits 'h.9', which is no block"):
+    with pytest.raises(RuntimeError, match="edits 'h.9', which is neither a block"):
         script(propose).run(machine())
 
 
@@ -476,7 +476,7 @@ def test_the_base_class_checks_what_is_proposed(monkeypatch: pytest.MonkeyPatch)
     edit = Edit("b", (SetNorm(Where.IN, None),))
     assert proposed(Proposal((edit,), otherwise="no")).not_applicable == (("s.final", "no"), ("empty", "no"))
     assert proposed(Proposal(refusals=(no("LN110", "s"),), otherwise="no")).not_applicable == ()
-    with pytest.raises(RuntimeError, match="says nothing of 'empty'"):
+    with pytest.raises(RuntimeError, match="does not mention 'empty'"):
         proposed(Proposal((edit,)))
     with pytest.raises(RuntimeError, match="claims algebraic edits and expects an error at 'b'"):
         proposed(Proposal((replace(edit, expected=0.1),), otherwise="no"))

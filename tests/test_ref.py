@@ -300,7 +300,7 @@ def test_set_norm_puts_sites_in_dataflow_order_and_takes_them_away() -> None:
     full = edited(bare, "a", *(SetNorm(where, norm) for where in (Where.POST, Where.OUT, Where.IN)))
     assert [s.where for s in full.stream.blocks[0].sites] == [Where.IN, Where.OUT, Where.POST]
     assert full.stream.blocks[0].sites[0].readers == machine.stream.blocks[0].readers
-    with pytest.raises(ValueError, match="b holds no out norm to remove"):
+    with pytest.raises(ValueError, match="b has no out norm to remove"):
         edited(machine, "b", SetNorm(Where.OUT, None))
     with pytest.raises(ValueError, match="no block 'c'"):
         edited(machine, "c", SetNorm(Where.OUT, norm))

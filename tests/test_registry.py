@@ -89,7 +89,7 @@ def test_another_pass_of_that_name_does_not_stand_for_this_one(register: Registe
 
 def test_unknown_names_are_suggested(register: Register) -> None:
     register(("mine", MINE), ("other", MINE))
-    with pytest.raises(UsageError, match="LN001 pass 'mine2': there is no such pass; did you mean mine?"):
+    with pytest.raises(UsageError, match="LN001 pass 'mine2': unknown pass; did you mean mine?"):
         Pipeline.parse("mine2")
 
 

@@ -84,7 +84,7 @@ class Rewriter(Generic[Handle]):
                 case Freeze():
                     self.freeze(operation)
                 case Affine() | DropScale():
-                    self.fail("there is no block of that name")
+                    self.fail("unknown block")
                 case _:
                     assert_never(operation)
 
@@ -106,7 +106,7 @@ class Rewriter(Generic[Handle]):
             self.replace_norm(owner, site, op)
             return
         if op.norm is None:
-            self.fail(f"there is no {op.where} norm to remove")
+            self.fail(f"it has no {op.where} norm to remove")
         if block and op.where in (Where.IN, Where.OUT):
             uses = self.wiring.entrance(block) if op.where is Where.IN else self.wiring.end(block)
             node = self.norm(uses[0].operand, op.norm, op, owner)

@@ -61,7 +61,7 @@ class Runnable(ABC):
 
     def trials(self, seed: int) -> Sequence[Batch]:
         """Return inputs to compare by, of two sizes. Raises LnrewriteError LN402 where none can be made up."""
-        raise incomparable("a bare module says nothing of its inputs; give inputs=[...]")
+        raise incomparable("a module alone does not describe its inputs; give inputs=[...]")
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ class Wiring(Generic[Handle]):
         copies = [self.editor.value(copy) for copy in self.copies.get(name, ())]
         values = [self.stand(name) if held is None else held, *copies]
         found = [u for v in values for u in self.editor.readers(v) if not set(u.consumers).isdisjoint(wanted)]
-        return found or fail(self.editor.label, f"nothing that the plan speaks of reads {name}")
+        return found or fail(self.editor.label, f"nothing in the plan reads {name}")
 
     def entrance(self, block: Block) -> list[Use[Handle]]:
         """Return the uses by which a branch reads its stream, or what its in norm made: whatever stands there now."""

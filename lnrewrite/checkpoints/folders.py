@@ -147,7 +147,7 @@ def _streamed(source: Source, job: Job) -> Done | None:
         again = empty_model(identify(str(folder), source.how), dtype)
         written = Weights.read(folder, again)
         if written is None:
-            raise _not_as_planned(source, "what was written lacks weights that the network has")
+            raise _not_as_planned(source, "the written folder lacks weights that the network has")
         if recipe.changes:
             _check_ties(source, module, again)
             now = Store({n: written.files[key] for n, key in written.keys.items()}, dict(again.named_buffers()))
@@ -232,7 +232,7 @@ def _check_ties(source: Source, module: nn.Module, again: nn.Module) -> None:
 
 
 def _not_as_planned(source: Source, why: str) -> LnrewriteError:
-    remedy = "take -o OUT.pt2, or rewrite the loaded module (lnr.rewrite)"
+    remedy = "use -o OUT.pt2, or rewrite the loaded module (lnr.rewrite)"
     return LnrewriteError(Code.LN313, f"model {source.name!r}", why, remedy)
 
 

@@ -80,7 +80,7 @@ def held_by(path: Path) -> dict[str, Stored]:
     except Foreign as error:
         raise damaged(str(path), str(error)) from error
     except KeyError as error:
-        raise damaged(str(path), f"it holds a dtype that torch lacks: {error}") from error
+        raise damaged(str(path), f"it holds a dtype that torch does not have: {error}") from error
 
 
 @dataclass(frozen=True)

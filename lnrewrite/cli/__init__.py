@@ -49,7 +49,12 @@ def inspect(model: str, how: OpenOptions, screen: Screen) -> None:
         LOGGER.info("looking for residual streams")
         found = program.inspect()
     if not any(stream["blocks"] for stream in found["streams"]):
-        nothing = Refusal(Code.LN201, "model", "no residual block was found", "see `lnrewrite explain LN201`")
+        nothing = Refusal(
+            Code.LN201,
+            "model",
+            "no residual block was found",
+            "give the part of the model that holds the residual blocks",
+        )
         first = next(iter(program.certified.refusals), nothing)
         raise LnrewriteError.of(first.at(f"{model}: {first.site}"))
     screen.answer(found, lambda: placement_map(found, screen.verbose), found["placement"])
@@ -121,7 +126,7 @@ def export(
     """Write ONNX with the norm forms that a target runs best, and say why each was chosen."""
     target = target_of(output, force, default=".onnx")
     if target.suffix != ".onnx":
-        raise UsageError(Code.LN025, output, "export writes ONNX", "name an .onnx file")
+        raise UsageError(Code.LN025, output, "export writes ONNX files", "name an .onnx file")
     source = identify(model, how)
     with screen.working(f"capturing {model}"):
         from ..api import load_source

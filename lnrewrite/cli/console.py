@@ -50,8 +50,8 @@ class Group(click.Group):
         words = list(sys.argv[1:] if args is None else args)
         asked = words[: words.index("--")] if "--" in words else words  # what follows are names
         if self.running:
-            why = "lnrewrite's own command line is called by code that the model, the data or a plugin brought"
-            raise LnrewriteError(Code.LN019, "the command", why, "take that call out of the code")
+            why = "code of the model, the data or a plugin calls the command line of lnrewrite"
+            raise LnrewriteError(Code.LN019, "the command", why, "remove that call from the code")
         self.running = True
         try:
             code = self._run(words, asked, prog_name, extra)
@@ -78,7 +78,7 @@ class Group(click.Group):
         except Exception as error:
             if _is_verbose(asked):
                 traceback.print_exc()
-            remedy = "this is a fault of lnrewrite; please report it with what -v prints"
+            remedy = "please report this fault of lnrewrite with what -v prints"
             code = _fail(asked, LnrewriteError(Code.LN301, words[0] if words else "lnrewrite", told(error), remedy))
         finally:
             LOGGER.removeHandler(TERMINAL)
@@ -116,14 +116,14 @@ def _told(error: click.ClickException) -> UsageError:
         known = [o for p in (error.ctx.command.params if error.ctx else []) for o in p.opts if o.startswith("--")]
         near = did_you_mean(error.option_name, known)
         remedy = near if near.startswith("did") else remedy
-        what = f"there is no option {error.option_name}"
+        what = f"unknown option {error.option_name}"
     return UsageError(Code.LN003, where, what, remedy)
 
 
 def _left(error: BaseException) -> LnrewriteError:
     """Return an error for what foreign code raised that is not an Exception, SystemExit among it."""
-    why = f"code that the model, the data or a plugin brought raised {told(error)}"
-    return LnrewriteError(Code.LN019, "the command", why, "take that, or the call to exit, out of that code")
+    why = f"code of the model, the data or a plugin raised {told(error)}"
+    return LnrewriteError(Code.LN019, "the command", why, "remove what raises it, or the call to exit, from that code")
 
 
 def _fail(asked: list[str], error: LnrewriteError) -> int:

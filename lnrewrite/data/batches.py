@@ -79,7 +79,7 @@ class Data:
         """Return the file that DATA names. Raises LnrewriteError LN022 where there is none, or of no known form."""
         path = named_path(self.name)
         if not os.path.isfile(path):
-            raise self.bad("there is no such file", "check the path, or name pkg.module:iterable")
+            raise self.bad("no such file", "check the path, or name pkg.module:iterable")
         if path.suffix not in _SUFFIXES:
             known = ", ".join(_SUFFIXES)
             raise self.bad(f"{path.suffix or 'no suffix'} is not a known form of data", f"give one of {known}")
@@ -88,7 +88,7 @@ class Data:
     def batches(self, seed: int, limit: int = _LIMIT) -> list[Tensors]:
         """Read at most `limit` batches; `seed` orders the windows of a text. Raises LnrewriteError LN022."""
         if not self.spec.inputs:
-            raise self.bad("the model takes no tensors", "leave the data out")
+            raise self.bad("the model takes no tensors", "run without data")
         if self.importable:
             return [self.fitted(item) for item in self.imported(limit)]
         path = self.path
@@ -136,7 +136,7 @@ class Data:
             yield item
             count += 1
         if not count:
-            raise self.bad("it gives no batches", "an iterator can be walked once only: name a list or a function")
+            raise self.bad("it gives no batches", "name a list or a function: an iterator can be read only once")
 
     def _raised(self, number: int) -> Callable[[str], LnrewriteError]:
         return lambda why: self.bad(f"batch {number} raised {why}", "check the iterable")
@@ -162,7 +162,7 @@ class Data:
             rows = torch.tensor(list(raw[:whole]), dtype=torch.int64).reshape(-1, length)
         else:
             remedy = "give token ids, as .npz or .pt"
-            raise self.bad("the model brings no tokenizer, so text cannot be read", remedy)
+            raise self.bad("the model has no tokenizer, so text cannot be read", remedy)
         if not len(rows):
             raise self.bad(f"the text is shorter than one window of {length} tokens", "give a longer text")
         return self.of_ids(rows)
@@ -250,7 +250,7 @@ def check_data(data: str) -> None:
     """Raise LN022 where DATA is plainly missing: told before a model is captured."""
     if ":" not in data and not os.path.isfile(named_path(data)):
         remedy = "check the path, or name pkg.module:iterable"
-        raise LnrewriteError(Code.LN022, f"data {data!r}", "there is no such file", remedy)
+        raise LnrewriteError(Code.LN022, f"data {data!r}", "no such file", remedy)
 
 
 def calibration_for(program: Reads, data: str, seed: int = 0) -> list[Tensors]:

@@ -42,7 +42,7 @@ def read_tensors(path: Path, code: Code) -> Tensor | dict[str, Tensor] | list[Te
             with path.open("rb") as stream:
                 named = unsafe_names(stream)
             if named:
-                why = f"to read it would run {', '.join(name[:60] for name in named[:4])}"
+                why = f"reading it would run {', '.join(name[:60] for name in named[:4])}"
                 raise LnrewriteError(code, what, why, REMEDY)
             held = torch.load(path, map_location="cpu", weights_only=True)
             check_built(held)
@@ -58,7 +58,7 @@ def read_tensors(path: Path, code: Code) -> Tensor | dict[str, Tensor] | list[Te
     tensors = held.values() if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else [held]
     if not tensors or not all(isinstance(t, Tensor) for t in tensors):
         raise LnrewriteError(
-            code, what, f"it holds a {type(held).__name__} of other things than tensors", "save tensors"
+            code, what, f"it holds a {type(held).__name__} of something other than tensors", "save tensors"
         )
     return (
         {str(k): v for k, v in held.items()}
@@ -80,5 +80,5 @@ def _check_packed(path: Path, what: str, code: Code) -> None:
     with zipfile.ZipFile(path) as archive:
         total = sum(member.file_size for member in archive.infolist())
     if total > max(PACKED, RATIO * path.stat().st_size):
-        why = f"it has {path.stat().st_size} bytes and unpacks to {total}"
-        raise LnrewriteError(code, what, why, "save it with numpy.savez, which does not pack")
+        why = f"it has {path.stat().st_size} bytes and {total} after decompression"
+        raise LnrewriteError(code, what, why, "save it with numpy.savez, which does not compress")

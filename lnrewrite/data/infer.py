@@ -40,7 +40,7 @@ def infer_inputs(module: nn.Module, seed: int = 0) -> Inputs:
                 continue
             return guess
     names = _required(module)
-    why = f"the inputs {', '.join(names)} are missing" if names else "no call was found that its forward takes"
+    why = f"the inputs {', '.join(names)} are missing" if names else "lnrewrite found no call that its forward accepts"
     example = " ".join(f"--input {_example(name)}" for name in names or ["x"])
     raise LnrewriteError(
         Code.LN020, type(module).__name__, why + tried[:160], f"give {example} (or an .npz or .pt file)"

@@ -85,7 +85,7 @@ def _bad(
 
 def _dtype(spec: str, name: str) -> str:
     if name not in _DTYPES:
-        raise _bad(spec, f"there is no dtype {name!r}", did_you_mean(name, set(_DTYPES.values())))
+        raise _bad(spec, f"unknown dtype {name!r}", did_you_mean(name, set(_DTYPES.values())))
     return _DTYPES[name]
 
 
@@ -102,9 +102,9 @@ def _dims(spec: str, text: str) -> list[int | str]:
             raise _bad(spec, f"the dimension {word!r} is neither a positive number nor a name")
         dims.append(int(word) if word.isdigit() else word)
     if len(dims) > AXES:
-        raise _bad(spec, f"it has {len(dims)} dimensions, and {AXES} are taken", "give fewer")
+        raise _bad(spec, f"it has {len(dims)} dimensions, and at most {AXES} are allowed", "give fewer")
     if math.prod(d for d in dims if isinstance(d, int)) >= ELEMENTS:
-        raise _bad(spec, "it is larger than any input that could be made up", "give smaller dimensions")
+        raise _bad(spec, "it is too large for a synthetic input", "give smaller dimensions")
     return dims
 
 

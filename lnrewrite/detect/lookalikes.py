@@ -175,7 +175,7 @@ def _centered(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
         return ""
     source, mean = inner.data
     own = graph[mean].kind == "mean" and graph[mean].data[0] == source
-    return f"{source} has its own mean taken off, and a gain for each channel follows" if own else ""
+    return f"{source} has its own mean subtracted, and a gain per channel follows" if own else ""
 
 
 def _saturates(graph: OpGraph, source: str, end: str, ops: list[Op], sloped: bool) -> bool:

@@ -129,7 +129,7 @@ def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Seq
     except (Unknown, ValueError, TypeError, IndexError) as why:
         return Verdict(None, why=f"the piece cannot be run on its own ({why})")
     if any(y.shape != t.shape for y, t in zip(outputs, tests, strict=True)):
-        return Verdict(None, why="the result has another shape than what is normalised")
+        return Verdict(None, why="the result has another shape than the value that is normalized")
     rows = np.concatenate([np.moveaxis(t, axis, -1).reshape(-1, width) for t in tests])
     wanted = np.concatenate([np.moveaxis(y, axis, -1).reshape(-1, width) for y in outputs])
     for kind, eps, variant, factor in _candidates(literal, width):

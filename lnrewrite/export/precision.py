@@ -219,7 +219,7 @@ class _Lowering:
         array = tensor.numpy()
         finite = np.where(np.isfinite(array), np.abs(array), 0)
         if array.size and largest < (worst := float(finite.max())) < MASK:
-            why = f"{name} holds {worst:.3g}, and {_word(self.half)} ends at {largest:.3g}"
+            why = f"{name} holds {worst:.3g}, and the largest {_word(self.half)} is {largest:.3g}"
             raise LnrewriteError(Code.LN502, "precision", why, "use bf16, or rescale the stream first")
         if np.count_nonzero(finite.clip(max=largest).astype(to)) < 0.99 * np.count_nonzero(finite):
             self.lost.append(name)

@@ -75,7 +75,7 @@ def export(
         if word not in known:
             unknown(Code.LN003, noun, word, known)
     if fuse == "custom" and not TARGETS[target].contrib:
-        why = "lnrewrite's operators are for ONNX Runtime"
+        why = "the operators of lnrewrite are for ONNX Runtime"
         raise UsageError(Code.LN003, f"fuse custom, target {target}", why, "give the target cpu or cuda")
     say = progress or (lambda message: None)
     output = check_output(path, force)
@@ -203,6 +203,6 @@ def proved(program: Any, file: Path, output: Path, bound: float) -> Proof:
         remedy = error.remedy if error.code == Code.LN020 else remedy  # inputs that it names
         raise LnrewriteError(Code.LN403, str(output), error.why, remedy) from error
     if found.differs:
-        why = f"its outputs are off by {found.max_rel:.2g} of the largest, {bound:g} is allowed"
+        why = f"its outputs are off by {found.max_rel:.2g} of the largest, and {bound:g} is allowed"
         raise LnrewriteError(Code.LN403, str(output), why, remedy)
     return Proof(found, tuple(dict.fromkeys(note for module in modules for note in module.notes)))

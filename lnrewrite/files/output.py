@@ -43,10 +43,10 @@ def output_named(output: str, default: str) -> Path:
     suffix = Path(name).suffix
     if suffix not in ("", *SUFFIXES):
         raise UsageError(
-            Code.LN025, output, f"{suffix} is no form of model that is written", "name a .pt2 or .onnx file"
+            Code.LN025, output, f"{suffix} is not a format that lnrewrite writes", "name a .pt2 or .onnx file"
         )
     if not suffix and (there := standing(Path(output))):
-        why = f"it is {there}, and a model is written to a .pt2 or .onnx file"
+        why = f"it is {there}, and models are written to .pt2 or .onnx files"
         raise UsageError(Code.LN025, output, why, f"name a file, such as {name}{default}")
     return Path(output if suffix else output + default)
 
@@ -78,7 +78,9 @@ def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> P
     if not os.fspath(output).strip():
         raise LnrewriteError(Code.LN025, repr(output), "it names nothing (an unset variable?)", "name a folder")
     if target.name in ("", ".."):
-        raise LnrewriteError(Code.LN025, str(output), "it names no folder that could be made", "name a new folder")
+        raise LnrewriteError(
+            Code.LN025, str(output), "it does not name a folder that could be made", "name a new folder"
+        )
     there, real, home = standing(target), *(Path(os.path.realpath(path)) for path in (target, source))
     if there and home.is_relative_to(real):
         raise LnrewriteError(Code.LN025, str(output), "it holds the source", "choose another name")

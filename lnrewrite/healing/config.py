@@ -82,7 +82,7 @@ class HealingConfig:
         if self.stages and not (self.progressive or self.drop_final):
             _wrong("stages", ",".join(self.stages), "add progressive: only there norms move in stages")
         if self.local_steps and self.progressive:
-            _wrong("local_steps", self.local_steps, "leave it out: progressive starts at the teacher, block by block")
+            _wrong("local_steps", self.local_steps, "omit it: progressive starts at the teacher, block by block")
         for name in ("lr", "gain_lr", "max_grad_norm", "control_lr"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -98,4 +98,4 @@ class HealingConfig:
 
 
 def _wrong(name: str, value: object, remedy: str) -> None:
-    raise UsageError(Code.LN003, f"{name}={value}", "healing does not take that value", remedy)
+    raise UsageError(Code.LN003, f"{name}={value}", "healing does not accept this value", remedy)

@@ -48,11 +48,11 @@ class Mix:
         for term in text.split(","):
             name, _, weight = term.strip().partition("=")
             if name not in known:
-                raise UsageError(Code.LN003, f"loss {name!r}", "there is no such term", did_you_mean(name, known))
+                raise UsageError(Code.LN003, f"loss {name!r}", "unknown loss", did_you_mean(name, known))
             try:
                 found[name] = float(weight)
             except ValueError:
-                why = f"the weight {weight!r} is no number"
+                why = f"the weight {weight!r} is not a number"
                 raise UsageError(Code.LN003, f"loss {name!r}", why, f"write {name}=0.5") from None
             if not 0 <= found[name] < float("inf"):
                 raise UsageError(Code.LN003, f"loss {name!r}", "a weight must be finite and not negative", "write 0.5")
@@ -76,7 +76,7 @@ class Objective:
         """Look at a model, and run it, to tell what it is trained on."""
         for name in program.id_limits():
             if name in example and example[name].dim() == 2 and example[name].shape[1] < 2:
-                why = "its sequences have one token, which nothing follows"
+                why = "its sequences have only one token"
                 raise LnrewriteError(Code.LN022, f"data: {name}", why, "give longer sequences (--length)")
         kinds = [site.norm.kind for s in program.network.streams for _, site in s.sites()]
         masks = tuple(n for n, t in example.items() if "mask" in n and t.dim() == 2)

@@ -76,7 +76,7 @@ class Session:
         found = Tapering(start, wanted, batches, style, self.config.stages, self.config.drop_final)
         if self.config.drop_final and (held := [w for s in found.program.network.streams for w in unfoldable(s)]):
             why = f"the final norm cannot be folded away: {', '.join(held)}"
-            raise LnrewriteError(Code.LN602, "final norm", why, "keep the final norm (leave out --drop-final)")
+            raise LnrewriteError(Code.LN602, "final norm", why, "keep the final norm (run without --drop-final)")
         return found
 
     def run(self) -> tuple[Program, Outcome]:
@@ -184,7 +184,7 @@ class Session:
         log = self.snapshots.rows()
         notes = list(dict.fromkeys((*self.teacher.notes, *self.student.notes)))
         if not task:
-            notes.append("the data hold no targets, so there is no control: the losses are distances to the teacher")
+            notes.append("the data hold no targets, so no control is trained: the losses are distances to the teacher")
         elif not self.config.control:
             notes.append("no control was trained; the gap is against the teacher as it was")
         self.draw(log)
@@ -280,7 +280,7 @@ def mix_of(config: HealingConfig, task: bool) -> Mix:
         why = "the model predicts no next token and the data hold no labels"
         raise UsageError(Code.LN003, "loss task", why, "give labels, or losses such as kl=1,hidden=1")
     if not (mix.task or mix.kl or mix.hidden):
-        raise UsageError(Code.LN003, "losses", "nothing is left to learn from", "give task, kl or hidden a weight")
+        raise UsageError(Code.LN003, "losses", "no loss is left to learn from", "give task, kl or hidden a weight")
     return mix
 
 
@@ -313,7 +313,7 @@ def check_pair(teacher: Program, student: Program) -> None:
 
 def _unlike(why: str) -> NoReturn:
     remedy = "give a model and what `lnrewrite convert` made of it"
-    raise LnrewriteError(Code.LN601, "the student is no conversion of the teacher", why, remedy)
+    raise LnrewriteError(Code.LN601, "the student is not a conversion of the teacher", why, remedy)
 
 
 def grown(program: Program, teacher: Program) -> dict[str, float]:

@@ -44,14 +44,14 @@ class Snapshots:
         text = json.dumps(asked, indent=1, sort_keys=True, default=str)
         was = self._asked()
         if was is None and resume:
-            why, remedy = "it holds no run to go on with", "leave --resume out, or name the run's folder with --run"
+            why, remedy = "it holds no run to resume", "run without --resume, or name the folder of the run with --run"
             raise LnrewriteError(Code.LN605, str(folder), why, remedy)
         if was is not None and not resume:
-            why, remedy = "it holds a run that did not end", "go on with --resume, or remove the folder"
+            why, remedy = "it holds a run that did not finish", "continue with --resume, or remove the folder"
             raise LnrewriteError(Code.LN605, str(folder), why, remedy)
         if was is not None and was != json.loads(text):
             other = sorted(k for k in asked if json.loads(text).get(k) != was.get(k))
-            why = f"the run there was asked for something else ({', '.join(other)})"
+            why = f"the run there has other options ({', '.join(other)})"
             raise LnrewriteError(Code.LN605, str(folder), why, "resume with the same options, or remove the folder")
         self.rows()  # a log of something else is told before it is replaced
         world.wait()
@@ -70,7 +70,7 @@ class Snapshots:
         try:
             found = json.loads(held.read_text())
             if not isinstance(found, dict):
-                raise ValueError("it holds no object")
+                raise ValueError("it does not hold an object")
         except (OSError, ValueError, RecursionError) as error:
             raise _no_run(held, error) from error
         return found
@@ -90,7 +90,7 @@ class Snapshots:
             shutil.rmtree(temporary, ignore_errors=True)
             why = f"the checkpoint of step {step} cannot be written: {_told(error)}"
             raise LnrewriteError(
-                Code.LN025, str(self.folder), why, "free some room, then go on with --resume"
+                Code.LN025, str(self.folder), why, "free some space, then continue with --resume"
             ) from error
         self.world.wait()
         if self.world.first:
@@ -129,7 +129,7 @@ class Snapshots:
             except OSError as error:
                 why = f"the log cannot be written: {error.strerror}"
                 raise LnrewriteError(
-                    Code.LN025, str(self.folder), why, "free some room, then go on with --resume"
+                    Code.LN025, str(self.folder), why, "free some space, then continue with --resume"
                 ) from error
 
     def rows(self) -> list[dict[str, Any]]:
@@ -176,7 +176,10 @@ class Snapshots:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(lock)
-            why, remedy = "another process is at the run there", "wait for its end, or name another folder with --run"
+            why, remedy = (
+                "another process is using the run there",
+                "wait until it ends, or name another folder with --run",
+            )
             raise LnrewriteError(Code.LN605, str(self.folder), why, remedy) from error
         except OSError:  # a file system without locks
             pass
@@ -184,7 +187,7 @@ class Snapshots:
 
 
 def _no_run(path: Path, error: Exception) -> LnrewriteError:
-    why = f"it is not what a run writes there: {told(error)}"
+    why = f"it is not what a run writes: {told(error)}"
     return LnrewriteError(Code.LN605, str(path), why, "name another folder with --run, or move that file away")
 
 

@@ -63,7 +63,7 @@ class Windows(BatchSource):
     def __init__(self, tokens: Tensor, data: Data, rows: int, wide: int, seed: int) -> None:
         length = data.window
         if len(tokens) < 4 * length:
-            why = f"it holds {len(tokens)} tokens, and training takes at least four windows of {length}"
+            why = f"it holds {len(tokens)} tokens, and training needs at least four windows of {length}"
             raise data.bad(why, "give a longer text, or shorter windows (--length)")
         kept = max(length, min(int(len(tokens) * HELD_OUT), ROWS * length)) // length * length
         self.tokens, self.rest = tokens[:-kept], tokens[-kept:]
@@ -88,7 +88,7 @@ class Arrays(BatchSource):
             raise data.bad(why, "give every input the same number")
         kept = min(max(int(count * HELD_OUT), 1), ROWS)
         if count - kept < rows:
-            why = f"it holds {count} samples, {kept} are held out and a batch takes {rows}"
+            why = f"it holds {count} samples, {kept} are held out and a batch needs {rows}"
             raise data.bad(why, "give more samples, or smaller batches (--batch-size)")
         self.arrays, self.rows, self.seed, self.count = arrays, rows, seed, count - kept
         self.held_out = chunks({n: t[self.count :] for n, t in arrays.items()}, wide)
@@ -183,7 +183,7 @@ def _walk(data: object, fitted: Callable[[object], Tensors]) -> Callable[[], Ite
     """Return what walks a user's batches from the start."""
     if isinstance(data, Mapping) or not (callable(data) or isinstance(data, Iterable)):
         raise LnrewriteError(
-            Code.LN022, "data", f"a {type(data).__name__} is no iterable of batches", "give a list of dicts"
+            Code.LN022, "data", f"a {type(data).__name__} is not an iterable of batches", "give a list of dicts"
         )
     if isinstance(data, Iterator):
         data = list(data)

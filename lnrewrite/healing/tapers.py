@@ -106,13 +106,15 @@ class Tapering:
         """Raise LnrewriteError LN602 for a move between branch and trunk that is not of the whole stream."""
         blocks = stream.blocks
         if self.onto(stream) and not (stream.final and all(self.moves(b, Where.POST, True) for b in blocks)):
-            _refuse(stream, "norms go onto the trunk of all blocks at once, before a final norm")
+            _refuse(stream, "norms move onto the trunk only for all blocks at once, before a final norm")
         if self.onto(stream) and any(switches(b) != {Where.IN} for b in blocks):
-            _refuse(stream, "norms go onto the trunk from pre alone")
+            _refuse(stream, "norms move onto the trunk only from pre")
         if self.off(stream):
             held = all(switches(b) <= {Where.POST} for b in blocks) and all(g[-1].at(Where.POST) for g in sums(stream))
             if not held or not stream.embedding or any(Where.IN not in self.wanted.get(b.name, ()) for b in blocks):
-                why = "norms go off the trunk from post to pre or peri alone, all blocks at once, behind a first norm"
+                why = (
+                    "norms move off the trunk only from post to pre or peri, for all blocks at once, after a first norm"
+                )
                 _refuse(stream, why)
 
     def coming(self, stream: Stream, block: Block, vectors: Vectors) -> Edit:
@@ -210,7 +212,7 @@ def _taper(name: str, site: Site, values: Any, going: bool) -> Taper:
     """Return the taper that stands for a norm wherever it is read."""
     norm = site.norm
     if norm.kind not in WRITABLE or norm.computed or norm.over or norm.factor != 1.0 or site.modulated:
-        remedy = "heal without --progressive, or leave the block out of the conversion"
+        remedy = "heal without --progressive, or exclude the block from the conversion"
         raise LnrewriteError(Code.LN602, name, "its norm is not a plain layer or rms norm", remedy)
     return Taper(name, site.origin[0], site.origin[-1], norm, _typical(norm.kind, values), going)
 

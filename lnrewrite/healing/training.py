@@ -37,7 +37,7 @@ class Stopped(LnrewriteError):
 
     def __init__(self, phase: str, step: int) -> None:
         super().__init__(
-            Code.INTERRUPTED, "Ctrl-C", f"{phase} was stopped and saved at step {step}", "go on with --resume"
+            Code.INTERRUPTED, "Ctrl-C", f"{phase} was stopped and saved at step {step}", "continue with --resume"
         )
 
 
@@ -184,7 +184,7 @@ class Phase:
             )
         why = f"{what} is NaN or infinite, first in {bad}; the last checkpoint is kept"
         raise LnrewriteError(
-            Code.LN604, f"{self.name} step {step + 1}", why, "lower --lr, check the data, or leave out --bf16"
+            Code.LN604, f"{self.name} step {step + 1}", why, "lower --lr, check the data, or run without --bf16"
         )
 
 

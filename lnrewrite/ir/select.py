@@ -36,11 +36,9 @@ def _term(blocks: Sequence[Block], term: str) -> set[str]:
     """Return the names that one term selects."""
     names = [block.name for block in blocks]
     if "**" in term:
-        raise UsageError(Code.LN004, f"block selection {term!r}", "one star stands for any text", "write * once")
+        raise UsageError(Code.LN004, f"block selection {term!r}", "one star matches any text", "write * once")
     if re.search(r"\d{10}", term):
-        raise UsageError(
-            Code.LN004, f"block selection {term!r}", "no number is that large", "name a block that is there"
-        )
+        raise UsageError(Code.LN004, f"block selection {term!r}", "the number is too large", "name a block that exists")
     if term in ("attention", "mlp"):
         kinds = ("mlp", "moe") if term == "mlp" else ("attention",)
         return {block.name for block in blocks if block.kind in kinds}

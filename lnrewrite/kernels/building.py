@@ -59,7 +59,7 @@ def build(
     compiler = _compiler()
     nvcc = None if cuda is False else _nvcc()
     if cuda and nvcc is None:
-        raise _failed("nvcc", "it is not found", "install the CUDA toolkit and set CUDA_HOME, or leave CUDA out")
+        raise _failed("nvcc", "it is not found", "install the CUDA toolkit and set CUDA_HOME, or build without CUDA")
     target = Path(output) if output is not None else place()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if "error" in line.lower()] or ["no message"]
         name, needs = Path(command[0]).name, "it needs C++17 and vector extensions: g++ 12, clang 14"
-        raise _failed(name, lines[0].strip(), "leave CUDA out (--no-cuda)" if name.startswith("nvcc") else needs)
+        raise _failed(name, lines[0].strip(), "build without CUDA (--no-cuda)" if name.startswith("nvcc") else needs)
 
 
 def _failed(what: str, why: str, remedy: str) -> LnrewriteError:

@@ -22,7 +22,9 @@ def find() -> Path | None:
     """
     if named := os.environ.get(VARIABLE):
         if not Path(named).is_file():
-            raise LnrewriteError(Code.LN530, VARIABLE, f"there is no file {named}", "name the library, or unset it")
+            raise LnrewriteError(
+                Code.LN530, VARIABLE, f"the file {named} does not exist", "name the library, or unset it"
+            )
         return Path(named).resolve()  # a bare name would be looked for where the system keeps libraries
     built = place()
     return built if built.is_file() else None

@@ -75,9 +75,9 @@ class Difference:
 
     def fail(self, name: str, why: str) -> NoReturn:
         where = self.ports.owner(name) if name in self.old else name
-        remedy = "take the exported route (lnr.convert, or -o OUT.pt2), or give the module a child of its own there"
+        remedy = "use the exported route (lnr.convert, or -o OUT.pt2), or give the module a child of its own there"
         if (times := self.ports.times(where)) > 1:
-            why = f"{where} is called {times} times, so that one edit would act at each"
+            why = f"{where} is called {times} times, so one edit would act at each call"
         raise LnrewriteError(Code.LN310, where or "the module's forward", why, remedy)
 
     # ---- what readers want ----
@@ -161,7 +161,7 @@ class Difference:
         """Make another value stand for an erased one: by another piece in place of a child, or without an operation."""
         common = _common(wants)
         if common is None:
-            self.fail(name, "its readers want different values")
+            self.fail(name, "its readers need different values")
         for call in reversed(self.ports.giving(name, self.view.users[name])):
             if any(self.ports.inside(call.path, o.name) and o.name in self.new for o in self.view if o.data):
                 continue
@@ -177,7 +177,9 @@ class Difference:
                 if tail is not None and side:
                     self.recipe.edit(spot, {"result": tail}, keep=side)
                     return common
-        self.fail(name, "the norm or factor is no module of its own, nor does its source show it as one operation")
+        self.fail(
+            name, "the norm or factor is not a module of its own, and the source does not show it as one operation"
+        )
 
     def replace(self, call: Call, name: str, tail: tuple[Piece, ...]) -> None:
         """Put pieces in place of a child, which keeps its place where its own parameters can say the same."""

@@ -89,7 +89,7 @@ def unrewrite(module: nn.Module) -> None:
     records: list[Record] = getattr(module, RECORD, [])
     if not records:
         remedy = "give the module that was rewritten"
-        raise LnrewriteError(Code.LN314, type(module).__name__, "no rewrite of it is recorded", remedy)
+        raise LnrewriteError(Code.LN314, type(module).__name__, "no rewrite of this module is recorded", remedy)
     records[-1].check()
     records.pop().undo()
     if not records:
@@ -136,7 +136,7 @@ def restructure(module: nn.Module, recipe: Recipe) -> None:
     try:
         rewritten.apply(module, recipe.changes)
     except RuntimeError as error:
-        remedy = "take the exported route (lnr.convert, or -o OUT.pt2)"
+        remedy = "use the exported route (lnr.convert, or -o OUT.pt2)"
         raise LnrewriteError(Code.LN310, type(module).__name__, str(error), remedy) from error
 
 
@@ -159,7 +159,7 @@ def _check(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if type(parameter.data) is not torch.Tensor:
             why = f"its parameter is a {type(parameter.data).__name__}"
-            raise LnrewriteError(Code.LN312, name, why, "rewrite the module first, then shard or quantise it")
+            raise LnrewriteError(Code.LN312, name, why, "rewrite the module first, then shard or quantize it")
     check_finite(module)
 
 
@@ -184,12 +184,14 @@ class Record:
         changed = [slot for m, slot, key, _, new in self.rows if getattr(m, slot).get(key, _MISSING) is not new]
         changed += [m.__class__.__name__ for m, _, new in self.classes if type(m) is not new]
         if changed:
-            raise LnrewriteError(Code.LN314, changed[0], "the structure was changed since", "undo those changes first")
+            raise LnrewriteError(
+                Code.LN314, changed[0], "the structure has changed since the rewrite", "undo those changes first"
+            )
         if any(value.old is None for value in self.values):
             raise LnrewriteError(Code.LN314, "weights", "their old values were not kept", "rewrite with undo=True")
         if any(_checksum(value.parameter) != value.after for value in self.values):
             raise LnrewriteError(
-                Code.LN314, "weights", "they were changed since", "load the original checkpoint instead"
+                Code.LN314, "weights", "they have changed since the rewrite", "load the original checkpoint instead"
             )
 
     def undo(self) -> None:
@@ -295,7 +297,7 @@ def _prove(module: nn.Module, program: Program, taken: Capture, seed: int) -> No
     if any(p.is_meta for p in module.parameters()):
         return
     bound = ROUNDED if program.narrow else EXACT
-    remedy = "take the exported route (lnr.convert, or -o OUT.pt2), and report this model"
+    remedy = "use the exported route (lnr.convert, or -o OUT.pt2), and report this model"
     try:
         with evaluating(module):
             found = proof(program, _AsCaptured(module, taken.module.signature), bound, seed)

@@ -47,7 +47,7 @@ def recorded(content: Mapping[str, Any], module: nn.Module, changes: Sequence[An
         if name not in names["classes"].values():
             raise ValueError("no auto class of transformers opens it")
     except ValueError as error:
-        remedy = "take -o OUT.pt2, or rewrite the loaded module (lnr.rewrite) and keep its state_dict"
+        remedy = "use -o OUT.pt2, or rewrite the loaded module (lnr.rewrite) and keep its state_dict"
         raise LnrewriteError(Code.LN310, cls.__name__, str(error), remedy) from error
     return with_record(content, record, name)
 
@@ -124,8 +124,8 @@ class Refusing:
 
     def __call__(self, *args: Any, **how: Any) -> NoReturn:
         """Raise LnrewriteError LN310."""
-        remedy = f"save the {self.whole} (AutoModel opens its base network), or rewrite this part by itself"
-        raise LnrewriteError(Code.LN310, self.name, f"it is a part of a {self.whole} that was rewritten", remedy)
+        remedy = f"save the {self.whole} (AutoModel opens its base network), or rewrite this part on its own"
+        raise LnrewriteError(Code.LN310, self.name, f"it is part of a {self.whole} that was rewritten", remedy)
 
 
 def written(module: Any) -> Any:

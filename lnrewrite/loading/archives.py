@@ -124,7 +124,7 @@ def _payload_hazards(members: Members, config: str) -> Iterator[str]:
     for name, entry in _json(members, config)["config"].items():
         path = entry["path_name"]
         if not isinstance(path, str) or entry["use_pickle"] is not False and entry["use_pickle"] is not True:
-            raise Damaged(f"{config} tells no file of {name[:80]!r}")
+            raise Damaged(f"{config} names no file for {name[:80]!r}")
         if not _PAYLOADS[folder].fullmatch(path):
             yield f"the file {folder + path[:60]!r}"
         elif folder + path not in members.names():
@@ -142,7 +142,7 @@ def _check_tensor(name: str, meta: dict[str, Any], held: int) -> None:
     sizes, strides = ([_number(v["as_int"]) for v in meta[key]] for key in ("sizes", "strides"))
     offset, width = _number(meta["storage_offset"]["as_int"]), _BYTES.get(meta["dtype"], 1)
     if len(sizes) != len(strides) or min([0, offset, *sizes, *strides]) < 0:
-        raise Damaged(f"the description of {name[:80]!r} is not of a tensor")
+        raise Damaged(f"the description of {name[:80]!r} is not that of a tensor")
     count = math.prod(sizes)
     if meta["layout"] != _STRIDED:
         raise Damaged(f"{name[:80]!r} has a layout that torch.export does not write")
@@ -155,7 +155,7 @@ def _check_tensor(name: str, meta: dict[str, Any], held: int) -> None:
 
 def _number(value: Any) -> int:
     if type(value) is not int or abs(value) >= 2**63:
-        raise Damaged(f"{str(value)[:40]!r} stands where a whole number should")
+        raise Damaged(f"{str(value)[:40]!r} stands where an integer should")
     return value
 
 
@@ -165,7 +165,7 @@ def _number(value: Any) -> int:
 def _model_hazards(tree: dict[str, Any]) -> Iterator[str]:
     """Yield what a serialised program would run. Raises Damaged."""
     if strange := [k for k in tree["range_constraints"] if not _RANGED.fullmatch(k)]:
-        raise Damaged(f"it ranges over {strange[0][:40]!r}, which is no symbol that torch makes")
+        raise Damaged(f"it ranges over {strange[0][:40]!r}, which is not a symbol that torch writes")
     formulas: set[str] = set()
     yield from _node_hazards(tree, "", formulas)
     if sum(map(len, formulas)) > FORMULAS:
@@ -234,7 +234,7 @@ def _tree_hazards(spec: Any) -> Iterator[str]:
     A node is a leaf, or {type, context, children_spec}; the type is looked up among those that are registered.
     """
     if not isinstance(spec, list) or len(spec) != 2 or spec[0] != 1:
-        raise Damaged(f"a tree of inputs or outputs is of the form {str(spec)[:20]!r}")
+        raise Damaged(f"a tree of inputs or outputs has the form {str(spec)[:20]!r}")
     nodes = [spec[1]]
     while nodes:
         node = nodes.pop()

@@ -33,7 +33,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _odd(key: str, value: object, wanted: str) -> Foreign:
-    return Foreign(f"config.json: {key} is {str(value)[:60]!r} and not {wanted}")
+    return Foreign(f"config.json: {key} is {str(value)[:60]!r} not {wanted}")
 
 
 def _names(value: Any) -> bool:

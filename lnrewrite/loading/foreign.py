@@ -35,7 +35,7 @@ def read_object(content: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise Foreign(f"its JSON cannot be read: {error}") from error
     if not isinstance(held, dict):
-        raise Foreign(f"its JSON holds a {type(held).__name__} and no object")
+        raise Foreign(f"its JSON holds a {type(held).__name__}, not an object")
     level: list[Any] = [held]
     for _ in range(DEPTH):
         level = [v for each in level for v in _parts(each) if isinstance(v, dict | list)]
@@ -54,7 +54,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     held = dict(pairs)
     if len(held) != len(pairs):
-        raise Foreign("a key stands twice in one object")
+        raise Foreign("an object has the same key twice")
     return held
 
 
@@ -68,7 +68,7 @@ def astray(path: Path, roots: Iterable[Path]) -> str:
         end = path.resolve()
         end.exists()
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a name too long, links in a circle
-        return f"is no name of a file ({error})"
+        return f"is not a file name ({error})"
     return "" if any(end.is_relative_to(root) for root in roots) else f"leads to {end}, outside the folder"
 
 

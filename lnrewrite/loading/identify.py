@@ -54,7 +54,7 @@ def identify(model: str, how: OpenOptions | None = None) -> Source:
         raise LnrewriteError(Code.LN010, f"model {model!r}", why, "check the path and its permissions") from error
     if _REFERENCE.fullmatch(model):
         return Source(Format.CALLABLE, model, how=how)
-    raise LnrewriteError(Code.LN010, f"model {model!r}", "there is no such file or folder", _nearest(path))
+    raise LnrewriteError(Code.LN010, f"model {model!r}", "no such file or folder", _nearest(path))
 
 
 def not_a_model(model: str, why: str) -> LnrewriteError:
@@ -94,7 +94,7 @@ def _file(model: str, path: Path, stream: IO[bytes]) -> tuple[Format, tuple[str,
     if start[0] == 0x08 and _is_onnx(stream, path.stat().st_size):
         return Format.ONNX, ()
     known = next((what for magic, what in _OTHER.items() if start.startswith(magic)), None)
-    raise not_a_model(model, f"it is {known}" if known else "its content is none of the forms that are read")
+    raise not_a_model(model, f"it is {known}" if known else "lnrewrite does not know its format")
 
 
 def _archive(model: str, stream: IO[bytes]) -> tuple[Format, tuple[str, ...]]:
@@ -116,7 +116,7 @@ def _archive(model: str, stream: IO[bytes]) -> tuple[Format, tuple[str, ...]]:
         unsafe = unsafe_names(stream)
         return Format.PICKLE if unsafe else Format.STATE_DICT, unsafe
     if "serialized_exported_program.json" in inner:
-        raise not_a_model(model, "it is a torch.export archive of a torch before 2.8; load it there and save it again")
+        raise not_a_model(model, "it is a torch.export archive of torch before 2.8; load it there and save it again")
     if members and all(name.endswith(".npy") for name in members):
         raise not_a_model(model, "it is an .npz of arrays; arrays are data (--input, --calibrate)")
     raise not_a_model(model, "it is a zip archive that torch did not write")
@@ -183,14 +183,14 @@ def _folder(model: str, folder: Path) -> tuple[str, ...]:
     """Check that a folder is a transformers checkpoint, all of it inside; return what loading it would run."""
     config = folder / "config.json"
     if not config.is_file():
-        raise not_a_model(model, "the folder holds no config.json, so it is no transformers checkpoint")
+        raise not_a_model(model, "the folder has no config.json, so it is not a transformers checkpoint")
     roots = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":  # the hub's cache links a snapshot's files into its own blobs
         roots.append(folder.resolve().parent.parent / "blobs")
     _check_inside(model, folder, roots)
     content = read_config(folder)
     if not {"model_type", "architectures", "auto_map"} & set(content):
-        raise not_a_model(model, "its config.json names no model_type, so it is no transformers checkpoint")
+        raise not_a_model(model, "its config.json names no model_type, so it is not a transformers checkpoint")
     return _folder_pickles(folder)
 
 
@@ -208,7 +208,7 @@ def _check_inside(model: str, folder: Path, roots: list[Path]) -> None:
     for file in [*sorted(folder.iterdir()), *shards]:
         why, remedy = astray(file, roots), "copy the file into the folder"
         if not why and file.exists() and not file.is_file() and not file.is_dir():  # to open it may take for ever
-            why, remedy = "is no plain file", "take it out of the folder"
+            why, remedy = "is not a plain file", "remove it from the folder"
         if why:
             raise LnrewriteError(Code.LN028, f"model {model!r}", f"{file.name} {why}", remedy)
     if missing := [file.name for file in shards if not file.is_file()]:

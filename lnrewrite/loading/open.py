@@ -119,7 +119,7 @@ def _failed(name: str, why: str, code: Code = Code.LN019, remedy: str = "") -> L
 
 def _torchscript(model: str) -> LnrewriteError:
     remedy = "give the Python module as pkg.module:callable, or save it with torch.export.save"
-    return LnrewriteError(Code.LN014, f"model {model!r}", "it is TorchScript, which is not read", remedy)
+    return LnrewriteError(Code.LN014, f"model {model!r}", "it is TorchScript, which lnrewrite does not read", remedy)
 
 
 def _open_callable(source: Source) -> Opened:
@@ -133,7 +133,7 @@ def _open_demo(source: Source) -> Opened:
     name = source.name.removeprefix("demo:")
     if name not in demo.NAMES:
         hint = did_you_mean(name, demo.NAMES)
-        raise LnrewriteError(Code.LN001, f"demo model {name!r}", "there is no such demo model", hint)
+        raise LnrewriteError(Code.LN001, f"demo model {name!r}", "unknown demo model", hint)
     return Opened(source.format, demo.load(name))
 
 
@@ -244,7 +244,7 @@ def _read_pickle(source: Source) -> Any:
     except (RuntimeError, EOFError, OSError) as error:
         raise damaged(source.name, f"torch.load failed with {told(error)}") from error
     except Exception as error:  # a pickle's own code may raise anything
-        remedy = "run where its code is importable, or save the weights alone and give --factory"
+        remedy = "run where its code is importable, or save only the weights and give --factory"
         raise LnrewriteError(Code.LN029, f"model {source.name!r}", told(error), remedy) from error
 
 

@@ -35,7 +35,7 @@ class Members:
         infos = self._zip.infolist()
         self._infos = {_below_root(i.orig_filename): i for i in infos}
         if len({i.orig_filename.casefold() for i in infos}) < len(infos) or len(_roots(infos)) > 1:
-            raise Damaged("its zip archive holds members of the same name, or of several roots")
+            raise Damaged("its zip archive holds two members of the same name, or several roots")
         offsets = _check_places(stream, infos)
         _check_torch(stream, {_below_root(name): at for name, at in offsets.items()})
 
@@ -87,7 +87,7 @@ def _check_end(stream: IO[bytes]) -> None:
             raise Damaged("its zip archive cannot be read: it has two directories")
         at, length = at64, length64
     if at + length != records:
-        raise Damaged("its zip archive cannot be read: it has two directories, or bytes before or behind them")
+        raise Damaged("its zip archive cannot be read: it has two directories, or bytes before or after them")
     if length > DIRECTORY_LIMIT:
         raise Damaged("its zip archive has too many members")
     stream.seek(0)
@@ -97,7 +97,7 @@ def _below_root(name: str) -> str:
     """Return a member's name below its first folder. Raises Damaged for a name that readers could take for another."""
     parts = name.split("/")
     if len(parts) < 2 or not all(_PART.fullmatch(p) and p not in (".", "..") for p in parts):
-        raise Damaged(f"its zip archive holds a member of the name {name[:80]!r}, which torch does not write")
+        raise Damaged(f"its zip archive holds a member named {name[:80]!r}, which torch does not write")
     return "/".join(parts[1:])
 
 

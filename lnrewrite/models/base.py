@@ -129,7 +129,7 @@ class Seen(Runnable):
                 self._heard[seed], self._silent = None, error.why
         return self._heard[seed]
 
-    _silent = "it holds none, takes no made-up inputs, or has too many nodes"
+    _silent = "it holds none, does not run on synthetic inputs, or has too many nodes"
     """Why it has no evidence."""
 
     @cached_property
@@ -219,5 +219,7 @@ class Seen(Runnable):
     def _known(self, param: str) -> Any:
         held = self._held(param)
         if held is None:
-            raise LnrewriteError(Code.LN301, param, "the model has no such parameter", "report this with the model")
+            raise LnrewriteError(
+                Code.LN301, param, "the model has no parameter of this name", "report this with the model"
+            )
         return held

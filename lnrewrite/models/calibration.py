@@ -45,7 +45,9 @@ def collect(network: Network, record: Record, batches: Sequence[Batch], seed: in
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             why = f"the value of {name} is NaN or infinite on this data"
-            raise LnrewriteError(Code.LN026, "calibration", why, "run the model in float32, or check data and weights")
+            raise LnrewriteError(
+                Code.LN026, "calibration", why, "run the model in float32, or check the data and the weights"
+            )
     return {block: Samples(**{k: arrays.get(n) for k, (n, _) in nodes.items()}) for block, nodes in names.items()}
 
 
@@ -73,7 +75,7 @@ def recorder(module: CapturedModule) -> Record:
             if path := other_path(error):
                 raise elsewhere("calibration data", path) from error
             why = f"the model fails on it: {words(error).partition(chr(10))[0]}"
-            raise LnrewriteError(Code.LN022, "calibration data", why, "give data that the model takes") from error
+            raise LnrewriteError(Code.LN022, "calibration data", why, "give data that fit the model") from error
         return interpreter.kept
 
     return record

@@ -216,9 +216,7 @@ class OnnxProgram(Seen):
         held = self.model.opset_imports.get("", 0)
         if opset not in (None, held):
             why = f"the file is of opset {held}"
-            raise LnrewriteError(
-                Code.LN503, f"opset {opset}", why, "leave --opset out, or export the PyTorch model again"
-            )
+            raise LnrewriteError(Code.LN503, f"opset {opset}", why, "omit --opset, or export the PyTorch model again")
         return self.model.clone()
 
     def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:

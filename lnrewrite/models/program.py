@@ -141,7 +141,7 @@ class Program(Seen):
             if len(found) == 8:
                 break
         if not found:
-            raise LnrewriteError(Code.LN033, "made-up inputs", f"in {len(batches)} draws {other.why}", other.remedy)
+            raise LnrewriteError(Code.LN033, "synthetic inputs", f"in {len(batches)} draws {other.why}", other.remedy)
         return found
 
     def at_other_sizes(self, seed: int) -> Sequence[Batch]:

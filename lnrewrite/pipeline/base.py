@@ -69,7 +69,7 @@ def _allowed(item: Proposer, context: Context) -> Context:
         return context
 
     def refuse() -> NoReturn:
-        raise RuntimeError(f"{item.name} asks for samples but says that it needs no data")
+        raise RuntimeError(f"{item.name} asks for samples but declares that it needs no data")
 
     return replace(context, samples=refuse, peaks=refuse)
 
@@ -80,14 +80,16 @@ def _check(text: str, stream: Stream, proposal: Proposal) -> None:
     sites = {block.name: {site_name(block, site) for site in block.sites} for block in stream.blocks}
     targets = {edit.target for edit in proposal.edits}
     if strange := sorted(targets - ends.keys() - sites.keys()):
-        raise RuntimeError(f"{text} edits {strange[0]!r}, which is no block and no end of stream {stream.name!r}")
+        raise RuntimeError(
+            f"{text} edits {strange[0]!r}, which is neither a block nor an end of stream {stream.name!r}"
+        )
     named = targets | {r.site for r in proposal.refusals} | {site for site, _ in proposal.not_applicable}
     if stream.name in named:
         return
     for name, held in sites.items():
         if name not in named and not (held and held <= named):
             silent = min(held - named, default=name)
-            raise RuntimeError(f"{text} says nothing of {silent!r}: a site is edited, refused or not applicable")
+            raise RuntimeError(f"{text} does not mention {silent!r}: a site is edited, refused or not applicable")
     for end, site in ends.items():
         if site and end not in named:
-            raise RuntimeError(f"{text} says nothing of {end!r}: a site is edited, refused or not applicable")
+            raise RuntimeError(f"{text} does not mention {end!r}: a site is edited, refused or not applicable")

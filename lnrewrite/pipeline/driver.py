@@ -160,7 +160,7 @@ def _finite(drift: Drift) -> None:
     """Raise LnrewriteError LN405 where a conversion's outputs are no numbers."""
     error = drift.relative_error
     if error is not None and not error < float("inf"):
-        why = "the outputs of the result are NaN or infinite on the data that it was measured on"
+        why = "the outputs of the result are NaN or infinite on the data it was measured on"
         raise LnrewriteError(Code.LN405, "the result", why, "exclude blocks with blocks=..., and report this model")
 
 
@@ -176,7 +176,7 @@ def _unproved(done: Sequence[Done]) -> tuple[str, ...]:
     """Return the note that exact passes edited a model that could not be run."""
     if not any(d.unproved for d in done):
         return ()
-    why = "the model holds no weights or takes no made-up inputs"
+    why = "the model holds no weights or does not run on synthetic inputs"
     return (f"what exact passes made was not run against the model: {why}; compare them with lnrewrite verify",)
 
 

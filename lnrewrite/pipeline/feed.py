@@ -33,7 +33,7 @@ class Feed:
             self._refuse("this is one batch, not an iterable of batches")
         batches = list(self.given)
         if not batches:
-            self._refuse("it holds no batch")
+            self._refuse("it is empty")
         for batch in batches:
             if not isinstance(batch, (Mapping, tuple, list)):
                 self._refuse(f"a batch is a {type(batch).__name__}")

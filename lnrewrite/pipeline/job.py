@@ -48,6 +48,6 @@ class Job:
 def check_paths(model: str, fixed: Sequence[str], accept: bool) -> None:
     """Raise LN033 where a capture fixed what the model chooses by its data, and nobody said that this will do."""
     if fixed and not accept:
-        why = f"it chooses its path by its data, and the capture follows one: {fixed[0]}"
-        remedy = "give --accept-fixed-paths if inputs that take another path never come, or use torch.where"
+        why = f"it chooses its path by its data, and the capture follows only one: {fixed[0]}"
+        remedy = "use torch.where in the model, or give --accept-fixed-paths if inputs never take another path"
         raise LnrewriteError(Code.LN033, f"model {model!r}", why, remedy)

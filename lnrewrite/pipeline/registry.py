@@ -90,7 +90,7 @@ def _load(entry: EntryPoint, error: type[LnrewriteError]) -> type[Any]:
     lacks += sorted(getattr(cls, "__abstractmethods__", ()))
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)) or lacks:
         why = f"it has no {', '.join(lacks)}" if lacks else "it is not a dataclass"
-        remedy = "see examples/custom_pass for the shape of one"
+        remedy = "see examples/custom_pass for a complete pass"
         raise error(Code.LN005, f"pass {entry.name!r}", f"{_origin(entry)} is not a pass: {why}", remedy)
     return cls
 

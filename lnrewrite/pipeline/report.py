@@ -81,7 +81,9 @@ def unknown_norms(refusals: Iterable[Refusal]) -> tuple[str, ...]:
     if not rows:
         return ()
     named = "; ".join([f"{r.site}: {r.why}" for r in rows[:3]] + ["and so on"] * (len(rows) > 3))
-    return (f"{len(rows)} values are normalised by no norm that is known (LN205): no pass looks at these, {named}",)
+    return (
+        f"{len(rows)} values are normalized by no norm that lnrewrite knows (LN205): no pass looks at these, {named}",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def parse(text: str) -> Iterator[Any]:
     """Yield the passes that `text` describes. Raises UsageError LN001, LN002 (with the column) or LN003."""
     items = list(_items(text))  # the whole text is read before any pass is imported
     if len(items) > MOST:
-        why = f"it has {len(items)} passes, and {MOST} are taken"
+        why = f"it has {len(items)} passes, and at most {MOST} are allowed"
         raise UsageError(Code.LN002, "pipeline", why, "run it in parts")
     for name, options in items:
         yield _build(name, options)

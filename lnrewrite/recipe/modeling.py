@@ -51,11 +51,11 @@ def generate(record: Mapping[str, Any]) -> str:
     """
     for key in ("model", "config"):
         if not _DOTTED.fullmatch(str(record.get(key))):
-            raise ValueError(f"{key} is no class of transformers: {record.get(key)!r}")
+            raise ValueError(f"{key} is not a class of transformers: {record.get(key)!r}")
     network, heads = record.get("network"), record.get("classes")
     classes = {str(name) for name in [*(heads.values() if isinstance(heads, dict) else ()), network] if name}
     if not all(re.fullmatch(r"\w+", name) for name in classes):
-        raise ValueError(f"classes are no classes of transformers: {sorted(classes)}")
+        raise ValueError(f"classes that are not of transformers: {sorted(classes)}")
     names = {"model": last(record["model"]), "config": last(record["config"])}
     names["network"] = f"{CLASS}{network}" if network else "None"
     names |= {"module": record["config"].rpartition(".")[0], "key": KEY, "prefix": CLASS, "type": PREFIX}

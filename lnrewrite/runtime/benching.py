@@ -112,7 +112,7 @@ def _opened(models: Sequence[str], inputs: Any, seed: int) -> list[Timed]:
         try:
             feed = module.feed((), {key: value for key, value in given.items() if key in module.inputs})
         except LnrewriteError as error:
-            why = f"the inputs of {models[0]} do not fit: {error.why}"
+            why = f"it does not take the inputs of {models[0]}: {error.why}"
             raise LnrewriteError(Code.LN520, f"model {name!r}", why, "time models that take the same inputs") from error
         sizes = {dim: feed[key].shape[i] for key, axes in spec_of_model(model).axes.items() for i, dim in axes.items()}
         timed.append(Timed(name, path, feed, sizes, DOMAIN in model.graph.opset_imports, OnnxProgram(model).notes))

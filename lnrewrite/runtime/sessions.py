@@ -59,5 +59,5 @@ def check_target(target: str) -> None:
     if target not in PROVIDERS:
         unknown(Code.LN003, "target", target, PROVIDERS)
     if PROVIDERS[target] not in onnxruntime.get_available_providers():
-        why = f"this onnxruntime has no {PROVIDERS[target]}"
+        why = f"the installed onnxruntime has no {PROVIDERS[target]}"
         raise LnrewriteError(Code.LN520, f"target {target}", why, "pip install lnrewrite[gpu] on a machine with a GPU")

@@ -168,7 +168,7 @@ def _put(stream: Stream, target: str, edit: SetNorm, norm: Norm | None) -> Strea
         raise ValueError(f"the stream has no block {target!r}")
     held = block.at(where, edit.index)
     if not (held or norm):
-        raise ValueError(f"{target} holds no {where} norm to remove")
+        raise ValueError(f"{target} has no {where} norm to remove")
     site = _site(stream, block, where, norm, held)
     sites = [site if s is held else s for s in block.sites] if held else [*block.sites, site]
     kept = sorted((s for s in sites if s), key=lambda s: _FLOW.index(s.where))

@@ -27,7 +27,7 @@ from .shapes import infer_shapes
 OPSET, OPSETS = 18, range(18, 26)
 """The opset that is written where none is asked for, and those that torch.onnx writes."""
 AXES = ("batch", "sequence")
-OTHER_OPSET = "see `lnrewrite explain LN501`; another --opset may do"
+OTHER_OPSET = "see `lnrewrite explain LN501`; try another --opset"
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
 COPIES = {aten.reshape.default, aten.clone.default}
@@ -49,7 +49,7 @@ def to_onnx(
     LN503 for an opset that it does not write.
     """
     if opset not in OPSETS:
-        why = f"models are written in {OPSETS[0]} to {OPSETS[-1]}"
+        why = f"opsets {OPSETS[0]} to {OPSETS[-1]} can be written"
         raise LnrewriteError(Code.LN503, f"opset {opset}", why, f"give --opset {OPSET}")
     with quiet():
         semantic = _Semantic(module)

@@ -47,7 +47,7 @@ def example_inputs(model: ir.Model, run: Callable[[Tensors], object]) -> Tensors
             continue
         return inputs
     shapes = " ".join(f"--input '{each.name}={each.dtype}[{','.join(map(str, each.dims))}]'" for each in spec)
-    raise LnrewriteError(Code.LN020, "inputs", f"made-up inputs do not run: {first}", f"give them, such as {shapes}")
+    raise LnrewriteError(Code.LN020, "inputs", f"synthetic inputs do not run: {first}", f"give them, such as {shapes}")
 
 
 def drawn(spec: InputSpec, seed: int) -> Tensors:
@@ -56,7 +56,7 @@ def drawn(spec: InputSpec, seed: int) -> Tensors:
     Raises LnrewriteError LN039 where one is too large.
     """
     if wrong := too_large(spec, MOST):
-        why = f"{wrong.name} is declared {list(wrong.dims)}; inputs of up to {MOST} numbers are made up"
+        why = f"{wrong.name} is declared {list(wrong.dims)}; synthetic inputs have at most {MOST} numbers"
         raise LnrewriteError(Code.LN039, "inputs", why, "check the sizes that the file declares for its inputs")
     return draw(spec, seed)
 

@@ -62,10 +62,10 @@ class Rules:
         for opset in self.proto.opset_import:
             self.texts(opset.domain)
             if opset.domain in STANDARD and not OLDEST <= opset.version <= newest:
-                why = f"it is of opset {opset.version}; {OLDEST} to {newest} are read"
+                why = f"it has opset {opset.version}, and {OLDEST} to {newest} can be read"
                 raise LnrewriteError(Code.LN027, f"model {self.name!r}", why, "export it again with another opset")
         if self.proto.ir_version > onnx.IR_VERSION:
-            why = f"it is of IR version {self.proto.ir_version}, the installed onnx knows {onnx.IR_VERSION}"
+            why = f"it has IR version {self.proto.ir_version}, and the installed onnx knows {onnx.IR_VERSION}"
             raise LnrewriteError(Code.LN027, f"model {self.name!r}", why, "install a newer onnx")
         versions = [opset.version for opset in self.proto.opset_import if opset.domain in STANDARD]
         if not versions:
@@ -84,18 +84,18 @@ class Rules:
             wanted = int(known.type.value) if known else _READ.get(name, attribute.type)  # type: ignore[attr-defined]
             if attribute.type != wanted or attribute.type == _KINDS.UNDEFINED:
                 kinds = [_KINDS.AttributeType.Name(k) for k in (attribute.type, wanted)]
-                raise self.invalid(f"{what}: its attribute {name!r} is of type {kinds[0]}, not {kinds[1]}")
+                raise self.invalid(f"{what}: attribute {name!r} has type {kinds[0]}, not {kinds[1]}")
             if node.op_type != "Constant" and any(isnan(f) for f in (attribute.f, *attribute.floats)):
-                raise self.invalid(f"{what}: its attribute {name!r} is no number")
+                raise self.invalid(f"{what}: attribute {name!r} is not a number")
             if name == "epsilon" and not (isfinite(attribute.f) and attribute.f >= 0):
-                raise self.invalid(f"{what}: its epsilon is {attribute.f}, which no norm adds")
+                raise self.invalid(f"{what}: its epsilon is {attribute.f}, which no norm uses")
         needed = [n for n, a in schema.attributes.items() if a.required] if schema else _NEEDED.get(node.op_type, ())
         if missing := [name for name in needed if name not in held]:
             raise self.invalid(f"{what} lacks the attribute {missing[0]!r}")
         least, most, made = (schema.min_input, schema.max_input, schema.min_output) if schema else (0, 1 << 31, 1)
         given = len(node.input)
         if not least <= given <= most or not all(node.input[:least]) or len(node.output) < made:
-            raise self.invalid(f"{what} has {given} inputs and {len(node.output)} outputs, which it cannot")
+            raise self.invalid(f"{what} has {given} inputs and {len(node.output)} outputs, which is not allowed")
 
     def size(self) -> None:
         """Check how many nodes the model has once its functions are inlined, before they are."""
@@ -131,12 +131,12 @@ class Rules:
         made = [o for node in graph.node for o in node.output if o]
         times = Counter([*given, *made])
         if twice := next((o for o in made if times[o] > 1), None):
-            raise self.invalid(f"the value {twice!r} is made twice")
+            raise self.invalid(f"the value {twice!r} is computed twice")
         known = given | set(made) | outer
         self.texts(*given, *(v.name for v in graph.output))
         for value in graph.output:
             if value.name not in known:
-                raise self.invalid(f"nothing makes the output {value.name!r}")
+                raise self.invalid(f"no node computes the output {value.name!r}")
         declared = {v.name: v for v in (*graph.input, *graph.value_info, *graph.output)}
         for tensor in graph.initializer:
             self.tensor(tensor)
@@ -153,7 +153,7 @@ class Rules:
             self.texts(node.op_type, node.domain, node.name, *node.input, *node.output)
             self.texts(*(attribute.name for attribute in node.attribute))
             if missing := next((i for i in node.input if i and i not in known), None):
-                raise self.invalid(f"{node.op_type} {node.name!r} reads {missing!r}, which nothing makes")
+                raise self.invalid(f"{node.op_type} {node.name!r} reads {missing!r}, which no node computes")
             self.attributes(node, version)
             for attribute in node.attribute:
                 for tensor in (attribute.t, *attribute.tensors):
@@ -187,7 +187,7 @@ class Rules:
         try:
             bits = round(ir.DataType(tensor.data_type).itemsize * 8)
         except (ValueError, TypeError) as why:
-            raise self.invalid(f"the tensor {tensor.name!r} has a type that is not known") from why
+            raise self.invalid(f"the tensor {tensor.name!r} has an unknown type") from why
         size = -(-prod(tensor.dims) * bits // 8)
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             self.external(tensor, size)
@@ -208,18 +208,18 @@ class Rules:
 
         location = info.get("location", "")
         if not location or os.path.isabs(location) or "\\" in location or ".." in Path(location).parts:
-            raise bad(f"its data are at {location!r}, which is no place in the model's folder")
+            raise bad(f"its data are at {location!r}, outside the folder of the model")
         file = self.root / location
         if place := astray(file, [self.root]):
             raise bad(f"{location!r} {place}")
         if not file.is_file():
-            raise bad(f"there is no file {location!r} beside the model")
+            raise bad(f"the file {location!r} is missing beside the model")
         if (links := file.stat().st_nlink) > 1:
             raise bad(f"{location!r} has {links} names (hard links), and may be another's: copy it")
         try:
             offset, length = int(info.get("offset", 0)), int(info.get("length", size))
         except ValueError as why:
-            raise bad(f"its offset or length is no number ({why})") from why
+            raise bad(f"its offset or length is not a number ({why})") from why
         if length != size:
             raise bad(f"it needs {size} bytes and is said to have {length}")
         if offset < 0 or offset + length > file.stat().st_size:

@@ -60,11 +60,11 @@ def opened(model: str | bytes, level: str, library: str | None) -> Any:
 
 
 def outputs(session: Any, feed: Mapping[str, np.ndarray]) -> Arrays:
-    """Run a session and return what it gives, by name. Raises TypeError for what is no array of numbers."""
+    """Run a session and return what it gives, by name. Raises TypeError for what is not an array of numbers."""
     names, found = [value.name for value in session.get_outputs()], {}
     for name, value in zip(names, session.run(None, dict(feed)), strict=True):
         if not isinstance(value, np.ndarray | np.generic) or value.dtype.hasobject:
-            raise TypeError(f"output {name} is no tensor of numbers")
+            raise TypeError(f"output {name} is not a tensor of numbers")
         found[name] = np.asarray(value)
     return found
 

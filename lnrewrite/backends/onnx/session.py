@@ -63,7 +63,7 @@ class OnnxModule(Runnable, torch.nn.Module):
         except Died as how:
             raise _dead(how) from how
         if len(found) != len(wanted):
-            seen = f"{len(wanted)} outputs are declared, of which ONNX Runtime sees {len(found)}"
+            seen = f"{len(wanted)} outputs are declared, of which ONNX Runtime finds {len(found)}"
             raise LnrewriteError(Code.LN030, "the model", seen, "give each output a name of its own")
         return {name: torch.from_numpy(np.array(array)) for name, array in zip(wanted, found.values(), strict=True)}
 
@@ -139,7 +139,7 @@ def check_sizes(model: ir.Model) -> None:
         for value in node.outputs:
             sizes = [d for d in value.shape or () if isinstance(d, int)]
             if prod(sizes) > most:
-                why = f"{value.name} has {prod(sizes)} numbers, more than the {most} that are taken for such weights"
+                why = f"{value.name} has {prod(sizes)} numbers, more than the {most} allowed for weights of this size"
                 raise LnrewriteError(Code.LN039, "the model", why, "export it with smaller, or named, dimensions")
 
 

@@ -96,7 +96,7 @@ def from_program(program: ExportedProgram) -> Capture:
         raise LnrewriteError(Code.LN020, "the program", why, remedy)
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
     if not _are_of(captured, kept):
-        why, remedy = "its example inputs are not of the form that it takes", "export it again"
+        why, remedy = "its example inputs do not have the form that it takes", "export it again"
         raise LnrewriteError(Code.LN020, "the program", why, remedy)
     return Capture(captured, *kept, dynamic=tuple(sorted(_symbols(captured))))
 

@@ -255,5 +255,5 @@ def numpy_of(tensor: torch.Tensor) -> Floats:
     """Return a tensor's numbers. Raises LnrewriteError LN026 where it holds none."""
     if tensor.is_meta:
         why = "the model is on the meta device and holds no numbers"
-        raise LnrewriteError(Code.LN026, "editing", why, "load its weights first; looking at it and planning need none")
+        raise LnrewriteError(Code.LN026, "editing", why, "load its weights first; inspecting and planning work without")
     return tensor.detach().double().cpu().numpy()

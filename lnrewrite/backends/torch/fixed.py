@@ -143,8 +143,10 @@ def other_path(error: BaseException) -> str:
 
 def elsewhere(what: str, path: str) -> LnrewriteError:
     """Return the error of inputs that take another path than the captured one."""
-    why = f"another path is taken than the one that was captured, where {path}"
-    return LnrewriteError(Code.LN033, what, why, "give data that take that path, or capture the other with --input")
+    why = f"it takes another path than the captured one, where {path}"
+    return LnrewriteError(
+        Code.LN033, what, why, "give data that take the captured path, or capture the other one with --input"
+    )
 
 
 def fixed_paths(graph: fx.Graph) -> tuple[str, ...]:
