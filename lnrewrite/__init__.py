@@ -33,6 +33,7 @@ Rooms, a floor a line; imports go down only, and import-linter holds it (pyproje
     ir/, loading/, kernels/       the picture, its text, edits; files read without running them; our operators
     files/                        OUT, landed whole or not at all
     errors, recipe/, demo/        diagnostics; what ships inside a rewritten folder; one small trained network
+    compat/                       the private names of torch and transformers that we use, each once
 
 `passes/`, imported as `lnrewrite.passes`, stands beside them and sees ir, pipeline, algebra and errors alone. The
 package itself never imports it: shipped passes are found through the entry-point group `lnrewrite.passes`, like

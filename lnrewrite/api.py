@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.export import Dim
-from torch.utils import _pytree as pytree
 
 from .backends.torch.capture import Capture, capture_module, from_program
+from .compat.torch import pytree
 from .data.batches import reader_of
 from .data.infer import given_inputs, infer_inputs
 from .data.inputs import Inputs

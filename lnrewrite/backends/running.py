@@ -8,10 +8,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import pytree, tensors_in
 from ..errors import Code, LnrewriteError
 from ..pipeline.protocols import Batch
 from .outputs import Outputs
@@ -95,7 +94,7 @@ def as_runnable(model: Runnable | nn.Module) -> Runnable:
 
 def floats(outputs: Any) -> Outputs:
     """Return the floating point tensors of a tree of outputs, in order."""
-    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return [t for t in tensors_in(outputs) if t.is_floating_point()]
 
 
 def incomparable(why: str) -> LnrewriteError:

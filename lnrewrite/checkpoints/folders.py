@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..backends.inputs import draw, spec_of
 from ..backends.rewriter import Rewriter
@@ -22,6 +21,7 @@ from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import CapturedModule, stored
 from ..backends.torch.widened import Read, Widened
 from ..comparison.proving import Evidence, away, evidence
+from ..compat.torch import tensors_in
 from ..data.infer import given_inputs, infer_inputs
 from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
@@ -215,7 +215,7 @@ def _loaded(source: Source, job: Job) -> Done:
 
 def _compare(source: Source, planned: Any, found: Any) -> None:
     """Raise LnrewriteError LN313 where two models' outputs differ by more than their dtype rounds."""
-    leaves = [[t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in (planned, found)]
+    leaves = [tensors_in(tree) for tree in (planned, found)]
     pairs = [(a.double(), b.double()) for a, b in zip(*leaves, strict=True) if a.is_floating_point() and a.numel()]
     worst = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
     narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in leaves[0])

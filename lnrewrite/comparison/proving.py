@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..backends.outputs import Outputs, apart
 from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.widened import Read, Widened
+from ..compat.torch import tensors_in
 from ..pipeline.protocols import Batch
 
 FLOORS = {torch.float64: 1e-11}
@@ -92,4 +92,4 @@ def _run(module: CapturedModule, batch: Batch, wide: bool, jitter: bool = False,
     with evaluating(module), quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         outputs = Widened(module, wide, jitter, read).run(*inputs, enable_io_processing=False)
-    return [t.double() for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return [t.double() for t in tensors_in(outputs) if t.is_floating_point()]

@@ -9,12 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..backends.outputs import Outputs, difference
 from ..backends.running import Runnable, as_runnable, floats, incomparable
 from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.fixed import elsewhere, other_path
+from ..compat.torch import tensors_in
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Exactness
 from ..pipeline.protocols import Batch
@@ -99,7 +99,7 @@ def _compared(first: Runnable, second: Runnable, batches: Sequence[Batch], bound
         two = _outputs(second, batch, "the candidate")
         if len(one) != len(two) or any(x.shape != y.shape for x, y in zip(one, two, strict=True)):
             raise incomparable(f"outputs {_shapes(one)} and {_shapes(two)}")
-        shapes.append(tuple(next(t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)).shape))
+        shapes.append(tuple(tensors_in(batch)[0].shape))
         for x, y in zip(one, two, strict=True):
             error, largest = difference(x, y)
             worst, scale = max(worst, error), max(scale, largest)
@@ -198,5 +198,5 @@ def logits(out: object) -> torch.Tensor | None:
     named = out.get("logits") if isinstance(out, Mapping) else out.logits if isinstance(out, _WithLogits) else None
     if isinstance(named, torch.Tensor) and named.dim() >= 2:
         return named
-    tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+    tensors = tensors_in(out)
     return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 3 else None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..backends.inputs import draw_one
 from ..backends.torch.capture import dry
+from ..compat.torch import Convolution
 from ..errors import Code, LnrewriteError, told
 from ..ir.inputs import Input, Role
 from ..loading.source import OpenOptions
@@ -190,7 +191,7 @@ def _from_layers(module: nn.Module, seed: int) -> Iterator[Inputs]:
         return
     kind = _parameters(module)[names[0]].kind
     generator = torch.Generator().manual_seed(seed)
-    layers = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.Linear | nn.modules.conv._ConvNd)]
+    layers = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.Linear | Convolution)]
     for shape, rows in dict.fromkeys(chain.from_iterable(_readable(m) for m in layers[:16])):
         if rows:
             rows = _vocabulary_read(module, torch.randint(0, 2, shape, generator=generator)) or rows
@@ -210,7 +211,7 @@ def _readable(layer: nn.Module) -> Iterator[tuple[tuple[int, ...], int]]:
     elif isinstance(layer, nn.Linear):
         yield (BATCH, LENGTH, layer.in_features), 0
         yield (BATCH, layer.in_features), 0
-    elif isinstance(layer, nn.modules.conv._ConvNd):
+    elif isinstance(layer, Convolution):
         axes = len(layer.kernel_size)
         for size in _IMAGE_SIZES if axes == 2 else (64, 16):
             yield (BATCH, layer.in_channels, *[size] * axes), 0

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from ..backends.inputs import Tensors
 from ..comparison.verifying import logits
+from ..compat.torch import tensors_in
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Kind
 from ..models.program import Program
@@ -110,7 +110,7 @@ class Objective:
 
     def scores(self, outputs: Any, batch: Tensors) -> Tensor:
         """Return the logits [..., classes]. Raises LnrewriteError LN022 where no output has labels' shape."""
-        leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
+        leaves = [t for t in tensors_in(outputs) if t.is_floating_point()]
         named = logits(outputs)
         if LABELS not in batch:
             assert named is not None
@@ -167,7 +167,7 @@ class Objective:
 
 
 def _first(outputs: Any) -> Tensor:
-    return next(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()).float()
+    return next(t for t in tensors_in(outputs) if t.is_floating_point()).float()
 
 
 def _causal(program: Program, example: Tensors) -> str:

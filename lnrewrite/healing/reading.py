@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
+
+from ..compat.torch import get_layout, storage_info
 
 INDEX_LIMIT = 256 * 2**20
 """Bytes of an index."""
@@ -33,9 +35,10 @@ _DESCRIPTIONS = {
     "TensorStorageMetadata",
     "_MEM_FORMAT_ENCODING",
 }
+_STORAGE_INFO = storage_info()
 _OTHERS = {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _STORAGE_INFO,
+    ("torch.serialization", "_get_layout"): get_layout,
     ("torch", "Size"): torch.Size,
     ("pathlib", "PosixPath"): PurePath,  # where it was written, which nothing reads
     ("pathlib", "WindowsPath"): PurePath,
@@ -80,7 +83,7 @@ class Reader(FileSystemReader):
         if not isinstance(found, described.Metadata) or not isinstance(found.storage_data, dict):
             raise pickle.UnpicklingError("its index is none")
         for info in found.storage_data.values():
-            if not isinstance(info, _StorageInfo) or not _FILE.fullmatch(str(info.relative_path)):
+            if not isinstance(info, _STORAGE_INFO) or not _FILE.fullmatch(str(info.relative_path)):
                 raise pickle.UnpicklingError("its index names files that are not of a checkpoint")
         return found
 

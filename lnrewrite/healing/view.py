@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from ..backends.torch.module import CapturedModule, stored, trees
+from ..backends.torch.module import CapturedModule, stored
+from ..compat.torch import output_tree, pytree
 from ..ir import Kind, sums
 from ..models.program import Program
 from .tapers import Taper
@@ -60,7 +60,7 @@ class View(nn.Module):
         module, network = program.module(), program.network
         self.detached = self.recompute = False
         self.register_buffer("powers", torch.tensor([float(t.going) for t in tapers]))
-        self._spec = trees(module).out_spec
+        self._spec = output_tree(module)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         self._result = graph.graph_copy(module.graph, copies)
@@ -233,7 +233,7 @@ def _safe(name: Any) -> str:
 
 def _register(view: View, origin: str, tensor: Tensor) -> None:
     name = _safe(origin)
-    if name in view._parameters or name in view._buffers:
+    if stored(view, name) is not None:
         return
     if isinstance(tensor, nn.Parameter):
         view.register_parameter(name, tensor)

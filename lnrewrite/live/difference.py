@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from ..backends.torch.module import Called, CapturedModule
 from ..backends.torch.pieces import Piece
+from ..compat.torch import slots
 from ..detect.graph import OpGraph
 from ..detect.match import NormMatch
 from ..errors import Code, LnrewriteError
@@ -98,7 +99,7 @@ class Difference:
         name = str(got.target)
         path, _, leaf = name.rpartition(".")
         holder = self.module.get_submodule(path) if self.ports.owner(reader.name) == path else None
-        if leaf != "bias" or holder is None or "bias" not in holder._parameters or holder.bias is not None:
+        if leaf != "bias" or holder is None or "bias" not in slots(holder) or holder.bias is not None:
             self.fail(reader.name, f"a linear map there has no place for the bias {name}")
         self.recipe.bias(name, int(got.meta["val"].numel()))
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from ..backends.torch.capture import dry, evaluating, quiet
 from ..backends.torch.module import Called
+from ..compat.torch import operator_name, pytree
 from ..detect.graph import OpGraph
 from ..recipe.runtime import digest_of, operations, source_of
 
@@ -200,7 +200,7 @@ def _stack(node: fx.Node) -> tuple[str, ...]:
 
 
 def _kind(node: fx.Node) -> str | None:
-    name = getattr(node.target, "_opname", "") if node.op == "call_function" else ""
+    name = operator_name(node.target) if node.op == "call_function" else ""
     return name if name in SIGNS else None
 
 

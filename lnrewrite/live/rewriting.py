@@ -14,6 +14,7 @@ from torch import nn
 from ..backends.torch.capture import Capture, capture_module, evaluating
 from ..backends.torch.module import Signature, stored
 from ..comparison.verifying import proof
+from ..compat.torch import COMPILED
 from ..errors import Code, LnrewriteError, told
 from ..models.program import Program, check_finite
 from ..pipeline.driver import Pipeline
@@ -154,7 +155,7 @@ def _check(module: nn.Module) -> None:
         why = f"a {type(module).__name__} was given"
         raise LnrewriteError(Code.LN011, "rewrite", why, "give a torch.nn.Module; use lnrewrite.load for files")
     for name, child in module.named_modules():
-        if hasattr(child, "_orig_mod"):
+        if hasattr(child, COMPILED):
             raise LnrewriteError(Code.LN312, name or "module", "it is compiled", "rewrite it first, then compile")
     for name, parameter in module.named_parameters():
         if type(parameter.data) is not torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from .._version import __version__
+from ..compat.transformers import NotCopied, model_classes
 from ..errors import Code, LnrewriteError
 from ..recipe.heads import PLACES, base_of
 from ..recipe.modeling import CLASS, FILE, KEY, generate, record_of, with_record
@@ -58,8 +59,8 @@ def auto_classes(module: Any) -> dict[str, Any]:
 
     found = {}
     for auto in (name for name in dir(transformers) if name.startswith("Auto")):
-        mapping = getattr(getattr(transformers, auto), "_model_mapping", None)
-        if mapping is None or type(module.config) not in mapping:
+        mapping = model_classes(getattr(transformers, auto))
+        if type(module.config) not in mapping:
             continue
         known = mapping[type(module.config)]
         known = known if isinstance(known, tuple) else (known,)
@@ -137,9 +138,7 @@ def written(module: Any) -> Any:
     record = recorded(config.to_dict(), module, changes, ",".join(row.pipeline for row in rows))[KEY]
     code, name = generate(record), type(module).__name__.removeprefix(CLASS)
 
-    class Written(type(config)):  # type: ignore[misc]
-        _auto_class = None  # else transformers would copy the file that this class is written in
-
+    class Written(NotCopied, type(config)):  # type: ignore[misc]
         def save_pretrained(self, folder: Any, *args: Any, **how: Any) -> None:
             Path(folder, FILE).write_text(code)
             super().save_pretrained(folder, *args, **how)

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..compat.transformers import batch_experts
 from ..errors import Code, LnrewriteError, told
 from .identify import damaged, listed, not_a_model
 from .source import Source
@@ -82,7 +83,7 @@ def _config(source: Source, remote: bool) -> Any:
         for part in (config, config.get_text_config()):
             if hasattr(part, "use_cache"):
                 part.use_cache = False
-        config._experts_implementation = "batched_mm"
+        batch_experts(config)
     except Exception as error:  # a config's own checks raise anything
         raise not_a_model(source.name, f"transformers cannot read its config: {error}") from error
     return config

@@ -104,8 +104,10 @@ def check_built(held: Any) -> None:
     """Raise Damaged where a tensor in `held` stands for far more numbers than are stored (a stride of 0)."""
     import torch
 
-    for tensor in torch.utils._pytree.tree_leaves(held):
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta:
+    from ..compat.torch import tensors_in
+
+    for tensor in tensors_in(held):
+        if tensor.layout is torch.strided and not tensor.is_meta:
             size, there = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
             if size > max(_SMALL, _REPEATED * there):
                 raise Damaged(f"a tensor of {list(tensor.shape)} is made of {there} bytes")
@@ -119,6 +121,6 @@ def _modern(module: str, name: str) -> str:
 
 def _allowed() -> frozenset[str]:
     """Return the names that `torch.load(weights_only=True)` allows by default, and that are safe in every release."""
-    from torch._weights_only_unpickler import _get_allowed_globals
+    from ..compat.torch import allowed_globals
 
-    return frozenset(name for name in _get_allowed_globals() if not _UNCHECKED.fullmatch(name))
+    return frozenset(name for name in allowed_globals() if not _UNCHECKED.fullmatch(name))

@@ -1,6 +1,6 @@
 """Open a zip that torch wrote so that every reader sees the same members, none larger than its bytes in the file.
 
-torch's reader (miniz, behind `torch._C.PyTorchFileReader`) and Python's zipfile disagree about names in capitals, about
+torch's reader (miniz, behind `record_offsets`) and Python's zipfile disagree about names in capitals, about
 which of two directories counts and about where a member lies. What they see differently is refused, not guessed at.
 torch writes members uncompressed (caffe2/serialize/inline_container.cc, `PyTorchStreamWriter::writeRecord`), so that a
 compressed one is not torch's, and a file is never smaller than what it holds.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from typing import IO, Any
+from typing import IO
 
 DIRECTORY_LIMIT = 16 * 2**20
 """Bytes of the directory: some 10^5 members."""
@@ -125,11 +125,10 @@ def _check_places(stream: IO[bytes], infos: list[zipfile.ZipInfo]) -> dict[str, 
 
 def _check_torch(stream: IO[bytes], starts: dict[str, int]) -> None:
     """Raise Damaged unless torch's own reader finds the same members at the same places."""
-    import torch
+    from ..compat.torch import record_offsets
 
     try:
-        reader: Any = torch._C.PyTorchFileReader(stream)
-        found = {name: reader.get_record_offset(name) for name in reader.get_all_records()}
+        found = record_offsets(stream)
     except (RuntimeError, ValueError) as error:  # ValueError: a name that is no UTF-8
         raise Damaged(f"its zip archive cannot be read: {str(error).splitlines()[0]}") from error
     finally:

@@ -12,15 +12,15 @@ import torch
 from onnx_ir.passes import common
 from onnxscript.optimizer import fold_constants
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from ...compat.torch import TreeSpec, input_tree, output_tree, pytree
 from ...detect.match import NormMatch
 from ...errors import Code, LnrewriteError
 from ...ir import Kind, Norm
 from ..torch.capture import export_again, quiet
 from ..torch.fixed import ASSERT
 from ..torch.lift import lift, parameter_names
-from ..torch.module import CapturedModule, register, stored, trees
+from ..torch.module import CapturedModule, register, stored
 from .norms import ONES, OPERATORS, SITE, attributes
 from .shapes import infer_shapes
 
@@ -304,12 +304,12 @@ def _clean(model: ir.Model, module: CapturedModule) -> None:
 
 def _name(model: ir.Model, module: CapturedModule) -> None:
     """Name inputs as the original's arguments, and outputs by their keys."""
-    info, s = trees(module), module.signature
-    specs = [spec for side in info.in_spec.children() for spec in side.children()]
+    s, spec_out = module.signature, output_tree(module)
+    specs = [spec for side in input_tree(module).children() for spec in side.children()]
     arguments = zip((*s.positional, *s.keywords), specs, strict=True)
     taken = [name for argument, spec in arguments for name in _leaves(spec, argument)]
     placeholders = list(module.graph.find_nodes(op="placeholder"))
-    given = list(_leaves(info.out_spec))
+    given = [] if spec_out is None else list(_leaves(spec_out))
     results = pytree.arg_tree_leaves(*module.graph.output_node().args)
     for values, names, nodes in ((model.graph.inputs, taken, placeholders), (model.graph.outputs, given, results)):
         kept = [n for n, node in zip(names, nodes, strict=True) if isinstance(node, fx.Node) and _valued(node)]
@@ -318,7 +318,7 @@ def _name(model: ir.Model, module: CapturedModule) -> None:
     common.NameFixPass()(model)
 
 
-def _leaves(spec: Any, name: str = "") -> Iterator[str]:
+def _leaves(spec: TreeSpec, name: str = "") -> Iterator[str]:
     """Name the leaves of what a module takes or gives by their keys, or `output_` and positions where there is none."""
     if spec.is_leaf():
         yield name or "output_0"

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
 
+from ...compat.torch import BatchNorm, FakeTensorMode, TreeSpec, input_tree, pytree, tensors_in
 from ...errors import Code, LnrewriteError, told
 from ...quiet import untraced
 from ..inputs import resized
 from .checked import check, others, run
 from .fixed import drop_settled, fixed_paths, mark, other_path, read_by
-from .module import CapturedModule, trees, unlift
+from .module import CapturedModule, unlift
 
 TANGLED = 300
 CHOSEN = "what torch.export found at the example inputs"
@@ -104,14 +103,14 @@ def from_program(program: ExportedProgram) -> Capture:
 def _are_of(module: CapturedModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
     """Return whether inputs nest as a graph's do, with tensors of its dtypes and numbers of axes."""
 
-    def alike(a: Any, b: Any) -> bool:
+    def alike(a: TreeSpec, b: TreeSpec) -> bool:
         if a.type != b.type or a.num_leaves != b.num_leaves:
             return False
         plain = a.type in (dict, list, tuple)  # what others keep as their context may differ
         return not plain or a.context == b.context and all(map(alike, a.children(), b.children()))
 
     leaves, found = pytree.tree_flatten(inputs)
-    if not alike(trees(module).in_spec, found):
+    if not alike(input_tree(module), found):
         return False
     tensors = [(t.dtype, t.dim()) for t in leaves if isinstance(t, torch.Tensor)]
     return tensors == [(t.dtype, t.dim()) for t in _placeholders(module)]
@@ -183,7 +182,7 @@ def quiet() -> Iterator[None]:
 
 def _frozen(module: nn.Module) -> str:
     """Return what train() cannot switch in a graph captured in eval mode."""
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+    if any(isinstance(m, BatchNorm) for m in module.modules()):
         return "batch norm"
     rates = [v for m in module.modules() if not isinstance(m, nn.Dropout) for k, v in vars(m).items() if "dropout" in k]
     return "the dropout inside attention" if any(isinstance(v, float) and v > 0 for v in rates) else ""
@@ -203,7 +202,7 @@ def _apart() -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _two_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Repeat a batch of one: torch.export takes a size of 1 for a constant."""
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim()]
+    tensors = [t for t in tensors_in((args, kwargs)) if t.dim()]
     if not tensors or any(t.shape[0] != 1 for t in tensors):
         return args, kwargs
     twice: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(

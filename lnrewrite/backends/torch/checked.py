@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from ...compat.torch import pytree, tensors_in
 from ...errors import Code, LnrewriteError, words
 from ..outputs import Outputs, apart
 from .fixed import fixed_paths, mark, other_path
@@ -101,7 +101,7 @@ def run(module: nn.Module, args: Any, kwargs: Any, *, wide: bool = False, seed: 
     with torch.random.fork_rng(devices=[]), Float64() if wide else nullcontext():
         torch.manual_seed(seed)
         outputs = module(*args, **kwargs)
-    return [t.detach() for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    return [t.detach() for t in tensors_in(outputs)]
 
 
 def others(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ...compat.torch import pytree
 from ...pipeline.protocols import Batch
 from ..inputs import check_names, fitted
 from .module import CapturedModule

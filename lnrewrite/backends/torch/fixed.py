@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from ...compat.torch import assert_true
 from ...errors import Code, LnrewriteError, words
 
 FIXED = "fixed path: "
@@ -28,7 +29,7 @@ BOOL = torch.Tensor.__bool__
 READS: dict[Any, Any] = {
     **{f: f for f in (BOOL, ITEM, torch.Tensor.tolist, torch.Tensor.numpy)},
     **{f: f for f in (torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.__float__)},
-    torch._assert: BOOL,
+    assert_true: BOOL,
 }
 CLOSE = 1e-4
 """How close a number must be to one that was read: the same model in another precision reads nearly the same."""

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from ...compat.torch import HigherOrderOperator, OpOverload, operator_name, schema_of
 from .sums import SUMS
 
 aten = torch.ops.aten
@@ -37,17 +38,17 @@ def _is_functional(node: fx.Node) -> bool:
     if node.op != "call_function":
         return True
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):  # sizes and items; a higher-order operator holds graphs
-        return not isinstance(target, torch._ops.HigherOrderOperator)
+    schema = schema_of(target)
+    if not isinstance(target, OpOverload) or schema is None:  # sizes and items; a higher-order operator holds graphs
+        return not isinstance(target, HigherOrderOperator)
     if target is aten.dropout.default:
         return node.args[2:] == (False,)
     if target is aten.batch_norm.default:
         return node.args[5:6] == (False,)
-    schema = target._schema
     if schema.is_mutable or torch.Tag.maybe_aliasing_or_mutating in target.tags:
         return False
     aliases = any(a.alias_info is not None for a in schema.arguments)
-    return not aliases or target in SPELLINGS or _name(target) in VIEWS
+    return not aliases or target in SPELLINGS or operator_name(target) in VIEWS
 
 
 def respell(graph: fx.Graph) -> None:
@@ -60,10 +61,6 @@ def respell(graph: fx.Graph) -> None:
             else:
                 node.target, node.args, node.kwargs = spelled
     graph.eliminate_dead_code(lambda node: node.op == "get_attr" or node.is_impure())  # unused parameters stay
-
-
-def _name(target: torch._ops.OpOverload) -> str:
-    return target._schema.name.partition("::")[2]
 
 
 def _cast(node: fx.Node) -> Any:

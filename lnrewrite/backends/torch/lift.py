@@ -83,7 +83,7 @@ def _call(node: fx.Node, operand: Any) -> Op:
 def _item(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """Describe one of an operator's several results; each of var_mean's two is a statistic of its own."""
     source, item = node.args
-    if isinstance(source, fx.Node) and getattr(source.target, "_opname", "") == "var_mean":
+    if isinstance(source, fx.Node) and source.target in VARIANCES:
         _, inputs, attrs = normalise(VARIANCES[source.target], source.args, dict(source.kwargs))
         return "mean" if item else "var", inputs, attrs
     return "getitem", (source,), {"item": item}

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
-from torch.utils import _pytree as pytree
 
+from ...compat.torch import TreeSpec, input_tree, operator_name, output_tree, pytree, set_trees
 from ...ir.inputs import Input, role_of
 from ...recipe.runtime import holder_of
 from .functional import functional, respell
@@ -156,7 +156,7 @@ def _renamed(calls: list[tuple[str, Any]], before: fx.Graph, after: fx.Graph) ->
     """Name the values of submodules' signatures as a functional graph does, which drops copies that copy nothing."""
     now = {n.meta["from_node"][-1].name if n.meta.get("from_node") else n.name: n.name for n in after.nodes}
     for node in before.nodes:
-        if node.name not in now and getattr(node.target, "_opname", "") in COPIES:
+        if node.name not in now and node.op == "call_function" and operator_name(node.target) in COPIES:
             now[node.name] = now.get(node.args[0].name, "")
 
     def names(arguments: Any) -> tuple[str | None, ...]:
@@ -178,16 +178,10 @@ def _dropout_rate(node: fx.Node, rates: Mapping[str, Any]) -> float | None:
     return None
 
 
-def trees(module: fx.GraphModule) -> Any:
-    """Return how inputs and outputs nest: `in_spec` and `out_spec`, for which torch has no public name."""
-    return module.graph._codegen.pytree_info  # type: ignore[attr-defined]
-
-
 def _drop_constants(module: fx.GraphModule, names: tuple[str, ...], frozen: str) -> Signature:
     """Take inputs that are no tensors out of the graph and its calling convention."""
-    info = trees(module)
     placeholders = iter([n for n in module.graph.nodes if n.op == "placeholder"])
-    args_spec, kwargs_spec = info.in_spec.children()
+    args_spec, kwargs_spec = input_tree(module).children()
     constants: dict[str, Any] = {}
 
     def keeps(name: str, spec: Any) -> bool:
@@ -203,11 +197,11 @@ def _drop_constants(module: fx.GraphModule, names: tuple[str, ...], frozen: str)
     names = names or tuple(f"args_{i}" for i in range(args_spec.num_children))
     positional = [(n, s) for n, s in zip(names, args_spec.children(), strict=False) if keeps(n, s)]
     keywords = [(n, s) for n, s in zip(kwargs_spec.context or [], kwargs_spec.children(), strict=True) if keeps(n, s)]
-    in_spec = pytree.TreeSpec(
+    in_spec = TreeSpec(
         tuple, None, [pytree.treespec_tuple([s for _, s in positional]), pytree.treespec_dict(dict(keywords))]
     )
     kept = tuple(n for n, _ in positional), tuple(n for n, _ in keywords)
-    module.graph._codegen.pytree_info = info._replace(orig_args=[*kept[0], *kept[1]], in_spec=in_spec)  # type: ignore[attr-defined]
+    set_trees(module, names=[*kept[0], *kept[1]], inputs=in_spec)
     return Signature(names, *kept, constants, frozen)
 
 
@@ -238,13 +232,12 @@ def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) 
 
 def with_plain_outputs(module: CapturedModule) -> CapturedModule:
     """Return the module giving a plain dict where it gave a library's output class, so that torch alone can load it."""
-    info = trees(module)
-    spec = info.out_spec
+    spec = output_tree(module)
     if spec is None or spec.type in {None, dict, tuple, list, torch.Tensor}:
         return module
     if not isinstance(spec.context, list):
         return module
     plain = pytree.treespec_dict(dict(zip(spec.context, spec.children(), strict=True)))
-    module.graph._codegen.pytree_info = info._replace(out_spec=plain)  # type: ignore[attr-defined]
+    set_trees(module, outputs=plain)
     module.recompile()
     return module

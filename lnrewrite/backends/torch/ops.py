@@ -12,6 +12,8 @@ from functools import cache
 from inspect import signature
 from typing import Any
 
+from ...compat.torch import operator_name, schema_of
+
 Normalised = tuple[str, tuple[Any, ...], dict[str, Any]]
 Rule = Callable[..., Normalised]
 
@@ -241,12 +243,11 @@ def normalise(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nor
     Operands are nodes or numbers; shape-only arguments are left out. A call that no rule accounts for keeps the
     operator's name and every argument.
     """
-    name = str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
+    name, schema = operator_name(target) or str(target), schema_of(target)
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
     own: Normalised = (name, (*args, *kwargs.values()), {})
-    schema = getattr(target, "_schema", None)
-    rule = RULES.get(name) if schema is not None and str(schema.name).startswith("aten::") else None
+    rule = RULES.get(name) if schema is not None and schema.name.startswith("aten::") else None
     if rule is None or schema is None:
         return own
     defaults = {a.name: a.default_value for a in schema.arguments}

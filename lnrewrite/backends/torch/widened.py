@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from ...compat.torch import pytree, tensors_in
 from .module import CapturedModule
 
 Read = Callable[[str], torch.Tensor]
@@ -42,8 +42,7 @@ class Widened(fx.Interpreter):
         """Run one node; the room of what it read is free then, unless its value lies there: a view."""
         value = super().run_node(n)
         if self.taken:
-            leaves = pytree.tree_leaves(value)
-            held = {t.untyped_storage().data_ptr() for t in leaves if isinstance(t, torch.Tensor)}
+            held = {t.untyped_storage().data_ptr() for t in tensors_in(value)}
             for room in self.taken:
                 if room.untyped_storage().data_ptr() not in held:
                     self.rooms.setdefault(room.numel(), []).append(room)
