@@ -26,11 +26,11 @@ from lnrewrite.cli import main
 from lnrewrite.data.batches import Data
 from lnrewrite.healing import snapshots
 from lnrewrite.healing.config import HealingConfig
+from lnrewrite.healing.distributed import World
 from lnrewrite.healing.losses import Mix, Objective
-from lnrewrite.healing.outcome import picture
+from lnrewrite.healing.report import picture
 from lnrewrite.healing.session import heal
 from lnrewrite.healing.sources import Arrays, IterableSource, Windows
-from lnrewrite.healing.world import World
 from lnrewrite.models.program import Program
 from tiers import rows
 from zoo import families

@@ -34,8 +34,8 @@ from lnrewrite.cli import main
 from lnrewrite.comparison.verifying import check_tolerance
 from lnrewrite.errors import LnrewriteError, UsageError
 from lnrewrite.files import landing
+from lnrewrite.healing.distributed import World
 from lnrewrite.healing.snapshots import Snapshots
-from lnrewrite.healing.world import World
 from lnrewrite.ir.select import select
 from lnrewrite.loading.identify import identify
 from lnrewrite.loading.source import Format

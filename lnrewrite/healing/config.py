@@ -90,6 +90,11 @@ class HealingConfig:
         if not 0 <= self.weight_decay < math.inf:
             _wrong("weight_decay", self.weight_decay, "give a number that is not negative")
 
+    @property
+    def micro_batch(self) -> int:
+        """Return how many rows a micro-batch has, over all processes."""
+        return self.batch_size // self.accumulate
+
     def share(self, step: int, steps: int) -> float:
         """Return the share of the learning rate at a step of `steps`, counted from 0."""
         warmup = min(self.warmup, max(1, steps // 10))

@@ -18,7 +18,7 @@ from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Kind
 from ..models.program import Program
 from .sources import LABELS, inputs_of
-from .view import Seen
+from .view import Trace
 
 IGNORED = -100
 """A target that counts for nothing, as in torch and transformers."""
@@ -86,7 +86,9 @@ class Objective:
         """Return whether there are targets: the next tokens of a causal model, or labels in the data."""
         return bool(self.ids) or LABELS in batch
 
-    def terms(self, mix: Mix, batch: Tensors, student: Seen, teacher: Seen | None, targets: float) -> dict[str, Tensor]:
+    def terms(
+        self, mix: Mix, batch: Tensors, student: Trace, teacher: Trace | None, targets: float
+    ) -> dict[str, Tensor]:
         """Return each term that weighs anything, unweighted; `targets`: how many a process has, on the average."""
         found: dict[str, Tensor] = {}
         if mix.task:

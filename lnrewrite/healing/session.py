@@ -10,31 +10,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import nn
 
 from ..algebra.placement import switches, usual_norm
 from ..backends.inputs import Tensors
 from ..backends.torch.capture import evaluating
-from ..backends.torch.module import CapturedModule, stored
+from ..backends.torch.module import CapturedModule
 from ..comparison.verifying import drift
 from ..errors import Code, LnrewriteError, UsageError
 from ..files.landing import write_text_whole
 from ..ir import Where
 from ..models.program import Program, capture
 from .config import TRAINED, HealingConfig
+from .distributed import World
 from .folding import fold, unfoldable
 from .losses import Mix, Objective, losses_of
-from .outcome import Outcome, picture
+from .pairing import Pair, give_back
 from .rehearsal import Rehearsed
+from .report import HealingReport, picture
 from .snapshots import Snapshots
 from .sources import BatchSource, held_out_of, inputs_of, open_source
 from .tapers import Tapering
 from .training import Phase, Side
 from .view import View
-from .world import World
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,15 +46,14 @@ class Healed:
 
     program: Program
     module: nn.Module
-    report: Outcome
+    report: HealingReport
 
 
 @dataclass
-class Session:
+class Healing:
     """Hold one healing from its checks to its figures; `heal` says what the fields mean."""
 
-    teacher: Program
-    student: Program
+    pair: Pair
     source: BatchSource
     measured: Sequence[Tensors]
     config: HealingConfig
@@ -69,35 +68,37 @@ class Session:
         """Return the plan of what moves: all norms, from the teacher, or the student's final norm alone."""
         if not (self.config.progressive or self.config.drop_final):
             return None
-        wanted = {b.name: frozenset(switches(b)) for b in self.student.network.blocks}
+        wanted = {b.name: frozenset(switches(b)) for b in self.pair.student.network.blocks}
         batches = [inputs_of(self.world.here(self.source.batch(i))) for i in range(8)]
-        start = self.teacher if self.config.progressive else self.student
-        style = usual_norm(x.norm for s in self.student.network.streams for _, x in s.sites() if x.where != Where.INNER)
+        start = self.pair.teacher if self.config.progressive else self.pair.student
+        style = usual_norm(
+            x.norm for s in self.pair.student.network.streams for _, x in s.sites() if x.where != Where.INNER
+        )
         found = Tapering(start, wanted, batches, style, self.config.stages, self.config.drop_final)
         if self.config.drop_final and (held := [w for s in found.program.network.streams for w in unfoldable(s)]):
             why = f"the final norm cannot be folded away: {', '.join(held)}"
             raise LnrewriteError(Code.LN602, "final norm", why, "keep the final norm (run without --drop-final)")
         return found
 
-    def run(self) -> tuple[Program, Outcome]:
+    def run(self) -> tuple[Program, HealingReport]:
         """Train what was asked for, and measure it."""
         started, mix = time.perf_counter(), self.mix
-        losses = {"teacher": self.measure(self.teacher)}
-        if self.teacher is not self.student:
-            losses["converted"] = self.measure(self.student)
+        losses = {"teacher": self.measure(self.pair.teacher)}
+        if self.pair.teacher is not self.pair.student:
+            losses["converted"] = self.measure(self.pair.student)
         tapering = self.tapering
-        working = tapering.program if tapering else self.student.apply([], "heal")[0]
-        names = self.names(working)
+        working = tapering.program if tapering else self.pair.student.apply([], "heal")[0]
+        names = self.pair.trained(working, self.config.train)
         of = sum(p.numel() for p in working.module().parameters())
         count = sum(p.numel() for n, p in working.module().named_parameters() if n in names)
-        sizes = grown(working, self.teacher)
-        shared = share_untrained(working, self.teacher, names)
-        watched = self.teacher.apply([], "heal")[0] if self.world.size > 1 else self.teacher
+        sizes = self.pair.grown(working)
+        shared = self.pair.share_untrained(working, names)
+        watched = self.pair.teacher.apply([], "heal")[0] if self.world.size > 1 else self.pair.teacher
         teacher = self.side(watched)
         student = self.side(working, tapering)
         if self.config.local_steps:
             student.view.detached = True
-            touched = self.names(working, "touched") & names
+            touched = self.pair.trained(working, "touched") & names
             self.phase("local", self.config.local_steps, student, teacher, Mix(hidden=1.0), touched, sizes)
             student.view.detached = False
         self.phase("global", self.config.steps, student, teacher, mix, names, sizes)
@@ -120,9 +121,11 @@ class Session:
 
     def trained_on(self) -> Program:
         """Return the control: the teacher, trained on the same tokens by the same choices on the task alone."""
-        control = self.teacher.apply([], "heal")[0]
+        control = self.pair.teacher.apply([], "heal")[0]
         side = self.side(control)
-        self.phase("control", self.config.steps, side, None, Mix(task=1.0), self.names(control), {})
+        self.phase(
+            "control", self.config.steps, side, None, Mix(task=1.0), self.pair.trained(control, self.config.train), {}
+        )
         self.world.gather(side.view, control.module())
         return control
 
@@ -154,42 +157,29 @@ class Session:
 
     def rehearsed(self, teacher: Side | None, mix: Mix) -> BatchSource:
         """Return the data, with random tokens among them where a teacher says what they give."""
-        limits = self.teacher.id_limits()
+        limits = self.pair.teacher.id_limits()
         if not (self.config.rehearse and limits and teacher and (mix.kl or mix.hidden)):
             return self.source
         return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.config.seed)
 
-    def names(self, program: Program, train: str | None = None) -> frozenset[str]:
-        """Return the names of the parameters that are trained."""
-        train = train or self.config.train
-        every = {n: p for n, p in program.module().named_parameters() if p.is_floating_point()}
-        if train == "all":
-            return frozenset(every)
-        sites = [site.norm for s in program.network.streams for _, site in s.sites()]
-        sites += [site.norm for site in program.network.elsewhere]
-        norms = {n for norm in sites for n in (norm.gamma, norm.beta) if n in every}
-        if train == "touched":
-            norms |= {n for n, p in every.items() if not _equal(p, stored(self.teacher.module(), n))}
-        return frozenset(norms)
-
     def measure(self, program: Program) -> Mapping[str, float]:
         self.say("measuring the held-out loss")
-        return losses_of(program.module(), self.objective, self.measured, self.teacher.module())
+        return losses_of(program.module(), self.objective, self.measured, self.pair.teacher.module())
 
     def outcome(
         self, healed: Program, losses: Mapping[str, Mapping[str, float]], trained: Mapping[str, Any], seconds: float
-    ) -> Outcome:
+    ) -> HealingReport:
         task = self.objective.has_task(self.measured[0])
         rows = [inputs_of(batch) for batch in self.measured]
         log = self.snapshots.rows()
-        notes = list(dict.fromkeys((*self.teacher.notes, *self.student.notes)))
+        notes = self.pair.notes
         if not task:
             notes.append("the data hold no targets, so no control is trained: the losses are distances to the teacher")
         elif not self.config.control:
             notes.append("no control was trained; the gap is against the teacher as it was")
         self.draw(log)
-        return Outcome(
-            placement_before=self.teacher.network.placement,
+        return HealingReport(
+            placement_before=self.pair.teacher.network.placement,
             placement_after=healed.network.placement,
             unit="nats" if task else "relative squared error",
             targets=sum(self.objective.count(b) for b in self.measured),
@@ -198,7 +188,7 @@ class Session:
             recipe={**asdict(self.config), "losses": asdict(self.mix)},
             tokens=sum(row["tokens"] for row in log if row["phase"] != "control"),
             seconds=seconds,
-            drift=drift(self.teacher.module(), healed.module(), rows, True),
+            drift=drift(self.pair.teacher.module(), healed.module(), rows, True),
             notes=tuple(notes),
         )
 
@@ -212,7 +202,7 @@ class Session:
 def heal(
     teacher: Program | nn.Module,
     student: Program | nn.Module,
-    data: Any,
+    data: object,
     config: HealingConfig | None = None,
     *,
     output: str | Path | None = None,
@@ -243,26 +233,25 @@ def heal(
     degrees: 2507.02559, 2602.10408; weight decay: 2605.26895.
     """
     plan = replace(config or HealingConfig(), **choices)
-    rows = plan.batch_size // plan.accumulate
-    world = World.join(device, rows)
+    world = World.join(device, plan.micro_batch)
     say = progress if progress and world.first else (lambda message: None)
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
         first, second = (seen(model, kwargs, world, stack) for model in (teacher, student))
-        check_pair(first, second)
-        source = open_source(data, first, rows, length, plan.seed)
-        measured = held_out_of(held_out, first, length, plan.seed) if held_out else source.held_out
-        measured = [world.here(batch) for batch in measured]
-        asked: dict[str, Any] = {**asdict(plan), "length": length, "held_out": held_out, "processes": world.size}
+        (pair := Pair(first, second)).check()
+        source = open_source(data, first, plan.micro_batch, length, plan.seed)
+        kept = held_out_of(held_out, first, length, plan.seed) if held_out else source.held_out
+        measured = [world.here(batch) for batch in kept]
+        asked = {**asdict(plan), "length": length, "held_out": held_out, "processes": world.size}
         asked |= {"data": data if isinstance(data, str) else "given", "student": _digest(second)}
         folder = run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
         objective = Objective.of(first, measured[0])
         mix = mix_of(plan, objective.has_task(measured[0]))
         snapshots = Snapshots(Path(folder), world, asked, resume)
         stack.callback(snapshots.leave)
-        healed, report = Session(first, second, source, measured, plan, world, snapshots, say, objective, mix).run()
+        healed, report = Healing(pair, source, measured, plan, world, snapshots, say, objective, mix).run()
         module: nn.Module = healed.module()
-        if isinstance(student, nn.Module) and not isinstance(student, CapturedModule):
+        if not isinstance(student, Program | CapturedModule):
             module = give_back(student, healed)
         if output and world.first:
             say(f"writing {output}")
@@ -284,7 +273,9 @@ def mix_of(config: HealingConfig, task: bool) -> Mix:
     return mix
 
 
-def seen(model: Program | nn.Module, kwargs: Mapping[str, Any] | None, world: World, until: Any) -> Program:
+def seen(
+    model: Program | nn.Module, kwargs: Mapping[str, Any] | None, world: World, until: contextlib.ExitStack
+) -> Program:
     """Return a model as a program on this process's device, in eval mode `until` an exit stack is left."""
     program = model if isinstance(model, Program) else capture(model, kwargs=kwargs)
     program.module().to(world.device)
@@ -294,66 +285,3 @@ def seen(model: Program | nn.Module, kwargs: Mapping[str, Any] | None, world: Wo
 
 def _digest(program: Program) -> str:
     return hashlib.sha256(str(program.stream).encode()).hexdigest()[:16]
-
-
-def check_pair(teacher: Program, student: Program) -> None:
-    """Raise LnrewriteError LN601 where a student cannot be a conversion of the teacher."""
-    inputs = [sorted(p.example_inputs()) for p in (teacher, student)]
-    tables = [p.id_limits() for p in (teacher, student)]
-    blocks = [{b.name for b in p.network.blocks} for p in (teacher, student)]
-    if inputs[0] != inputs[1]:
-        _unlike(f"it takes {', '.join(inputs[1])} and the teacher {', '.join(inputs[0])}")
-    if tables[0] != tables[1]:
-        _unlike(f"its vocabulary is {tables[1]} and the teacher's {tables[0]}")
-    if not blocks[0]:
-        _unlike("no residual block was found in the teacher")
-    if other := sorted(blocks[0] ^ blocks[1]):
-        _unlike(f"the blocks differ: {', '.join(other[:3])}")
-
-
-def _unlike(why: str) -> NoReturn:
-    remedy = "give a model and what `lnrewrite convert` made of it"
-    raise LnrewriteError(Code.LN601, "the student is not a conversion of the teacher", why, remedy)
-
-
-def grown(program: Program, teacher: Program) -> dict[str, float]:
-    """Return how many times larger than the teacher's each matrix is that a conversion scaled."""
-    sizes = {}
-    for name, parameter in program.module().named_parameters():
-        theirs = stored(teacher.module(), name)
-        if parameter.dim() >= 2 and theirs is not None and theirs.shape == parameter.shape:
-            own, other = (float(p.detach().float().norm()) for p in (parameter, theirs))
-            if own and other and own != other:
-                sizes[name] = own / other
-    return sizes
-
-
-def share_untrained(working: Program, teacher: Program, trained: frozenset[str]) -> list[nn.Parameter]:
-    """Make the student use the teacher's tensors, while it trains, where both are equal; return those parameters."""
-    shared = []
-    for name, parameter in working.module().named_parameters():
-        theirs = stored(teacher.module(), name)
-        if name not in trained and theirs is not None and _equal(parameter, theirs):
-            parameter.data = theirs.data
-            shared.append(parameter)
-    return shared
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and torch.equal(one.detach(), other.detach())
-
-
-def give_back(student: nn.Module, healed: Program) -> nn.Module:
-    """Put trained weights into the living module that they belong to, all of them or none."""
-    pairs = []
-    for name, parameter in student.named_parameters(remove_duplicate=False):
-        found = stored(healed.module(), name)
-        if found is None or found.shape != parameter.shape:
-            why = f"the healed network has no parameter {name} of its shape"
-            remedy = "heal the program (lnr.capture), or without progressive and drop_final"
-            raise LnrewriteError(Code.LN602, type(student).__name__, why, remedy)
-        pairs.append((parameter, found))
-    with torch.no_grad():
-        for parameter, found in pairs:
-            parameter.copy_(found)
-    return student

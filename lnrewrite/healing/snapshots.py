@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from ..errors import Code, LnrewriteError, told, words
 from ..files.landing import write_text_whole
 from ..quiet import quiet
+from .distributed import World
 from .reading import Planner, Reader
-from .world import World
 
 CHECKPOINT = re.compile(r"\.?(local|global|control)-\d{6}")
 """The names of checkpoints; one that is being written starts with a dot."""

@@ -24,7 +24,7 @@ HELD_OUT = 0.05
 """The share of the data that nothing is trained on; the end of a text, the last rows of arrays."""
 
 WIDE = 32
-"""Tensors of a batch that is only measured, where the model takes any number."""
+"""Rows of a batch that is only measured, where the model takes any number."""
 
 ROWS = 256
 """At most so many rows are held out; of an iterable, its first eight batches."""

@@ -19,12 +19,12 @@ from ..backends.torch.feeding import flat_inputs
 from ..errors import Code, Exit, LnrewriteError
 from ..models.program import Program
 from .config import HealingConfig
+from .distributed import World
 from .losses import Mix, Objective
 from .snapshots import Snapshots
 from .sources import BatchSource, inputs_of, number
 from .tapers import Taper
-from .view import Seen, View
-from .world import World
+from .view import Trace, View
 
 SAY = 0.5
 """Seconds between two lines of progress."""
@@ -48,9 +48,9 @@ class Side:
     program: Program
     view: View
 
-    def run(self, batch: Tensors) -> Seen:
+    def run(self, batch: Tensors) -> Trace:
         """Run the view on a batch."""
-        found: Seen = self.view(*flat_inputs(self.program.module(), inputs_of(batch)))
+        found: Trace = self.view(*flat_inputs(self.program.module(), inputs_of(batch)))
         return found
 
 

@@ -28,7 +28,7 @@ from . import calibration
 UNTRIED = "the picture was not tried on numbers: {}"
 
 
-class Seen(Runnable):
+class GraphModel(Runnable):
     """See a model as a graph; a subclass says what the graph is, what its parameters hold, and how it runs."""
 
     format: str

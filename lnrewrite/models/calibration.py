@@ -22,11 +22,11 @@ BYTES = 1 << 29
 """How much memory the samples of one program may take; fewer tokens are kept of a larger model."""
 
 
-Record = Callable[[Batch, Sequence[str]], Mapping[str, torch.Tensor]]
+Recorder = Callable[[Batch, Sequence[str]], Mapping[str, torch.Tensor]]
 """Runs a model on one batch and returns the values of some of its nodes."""
 
 
-def collect(network: Network, record: Record, batches: Sequence[Batch], seed: int = 0) -> dict[str, Samples]:
+def collect(network: Network, record: Recorder, batches: Sequence[Batch], seed: int = 0) -> dict[str, Samples]:
     """Return each block's samples on the batches: float64 arrays [tokens, width], at most `BYTES` in all.
 
     Raises LnrewriteError LN022 where a batch does not fit the model, LN026 where it gives NaN or infinite values.
@@ -51,7 +51,7 @@ def collect(network: Network, record: Record, batches: Sequence[Batch], seed: in
     return {block: Samples(**{k: arrays.get(n) for k, (n, _) in nodes.items()}) for block, nodes in names.items()}
 
 
-def peaks(graph: OpGraph, record: Record, batches: Sequence[Batch]) -> dict[str, float]:
+def peaks(graph: OpGraph, record: Recorder, batches: Sequence[Batch]) -> dict[str, float]:
     """Return the largest size of a number in each floating point value of a graph, over all batches."""
     names = [op.name for op in graph if "float" in op.dtype and op.name not in graph.constant and op.shape is not None]
     found = dict.fromkeys(names, 0.0)
@@ -62,7 +62,7 @@ def peaks(graph: OpGraph, record: Record, batches: Sequence[Batch]) -> dict[str,
     return found
 
 
-def recorder(module: CapturedModule) -> Record:
+def recorder(module: CapturedModule) -> Recorder:
     """Return what runs a captured module and keeps the values of some nodes."""
 
     def record(batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:

@@ -39,13 +39,13 @@ from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec
 from ..kernels.library import DOMAIN, find
 from ..pipeline.protocols import Batch
-from .base import Seen
+from .base import GraphModel
 
 TRIED = 20_000
 """A model of more nodes is not tried on numbers: each trial copies it, and a copy of so many takes seconds."""
 
 
-class OnnxProgram(Seen):
+class OnnxProgram(GraphModel):
     """Hold an ONNX model and the picture that detection makes of it; `lnrewrite.load` makes it of a file.
 
     It offers what `Program` does, except training: its `module()` runs the model in ONNX Runtime. `style` is the target

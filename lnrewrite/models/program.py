@@ -30,7 +30,7 @@ from ..ir.inputs import InputSpec
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Report
 from . import calibration
-from .base import Seen
+from .base import GraphModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -41,7 +41,7 @@ TRIED = 32
 """How many batches are made up where some take another path than the captured one."""
 
 
-class Program(Seen):
+class Program(GraphModel):
     """Hold a captured model: its graph with parameters, example inputs, and the picture that detection makes of it.
 
     Made by `lnrewrite.load` and `lnrewrite.capture`; passes never change it, they give a new one.

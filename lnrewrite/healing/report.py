@@ -16,7 +16,7 @@ WIDE, HIGH, EDGE = 760, 320, 48
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class HealingReport:
     """Hold the figures of one run; `str()` is for people, `to_dict()` for programs.
 
     `losses` maps teacher, converted, healed and control to mean, median and p999 of the held-out losses, in nats where
