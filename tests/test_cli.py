@@ -313,7 +313,7 @@ IDS = np.zeros((8, 16), dtype=np.int64)
     ("arrays", "word"),
     [
         ({"input_idz": IDS}, "did you mean input_ids?"),
-        ({"input_ids": IDS[..., None]}, "axis 0 counts samples"),
+        ({"input_ids": IDS[..., None]}, "the first counts samples"),
         ({"input_ids": IDS.astype(np.float32)}, "float32"),
         ({"input_ids": IDS + 300}, "256 rows"),
         ({"input_ids": np.zeros((8, 300), dtype=np.int64)}, "the model fails on input_ids [8, 300]"),

@@ -296,7 +296,7 @@ def test_a_run_folder_is_not_mixed_up(pair: Any, text: str, tmp_path: Path, monk
     with pytest.raises(lnr.LnrewriteError, match="LN025"):
         lnr.heal(*pair, text, **SMALL, run=tmp_path / "run")
     monkeypatch.undo()
-    with pytest.raises(lnr.LnrewriteError, match="LN605.*did not end"):
+    with pytest.raises(lnr.LnrewriteError, match="LN605.*did not finish"):
         lnr.heal(*pair, text, **SMALL, run=tmp_path / "run")
     with pytest.raises(lnr.LnrewriteError, match=r"LN605.*\(lr, steps\)"):
         lnr.heal(*pair, text, **SMALL | {"steps": 7, "lr": 1e-4}, run=tmp_path / "run", resume=True)
