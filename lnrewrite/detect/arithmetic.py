@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from math import erf
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,37 +17,33 @@ class Unknown(Exception):
     """Signal that an operator cannot be run here."""
 
 
-def _axes(op: Op) -> tuple[int, ...] | None:
-    return op.attrs.get("axes")  # type: ignore[return-value]
+def _mean(op: Op, x: Array) -> Array:
+    return np.asarray(np.mean(x, axis=op.axes, keepdims=bool(op.attrs["keepdim"])))
 
 
-def _mean(op: Op, x: Any) -> Any:
-    return np.mean(x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"]))
+def _sum(op: Op, x: Array) -> Array:
+    return np.asarray(np.sum(x, axis=op.axes, keepdims=bool(op.attrs["keepdim"])))
 
 
-def _sum(op: Op, x: Any) -> Any:
-    return np.sum(x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"]))
+def _var(op: Op, x: Array) -> Array:
+    found = np.var(x, axis=op.axes, keepdims=bool(op.attrs["keepdim"]), ddof=op.number("correction"))
+    return np.asarray(found)
 
 
-def _var(op: Op, x: Any) -> Any:
-    correction: Any = op.attrs["correction"]
-    return np.var(x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"]), ddof=correction)
-
-
-def _vector_norm(op: Op, x: Any) -> Any:
+def _vector_norm(op: Op, x: Array) -> Array:
     if op.attrs["ord"] not in (2, 2.0):
         raise Unknown(f"norm of order {op.attrs['ord']}")
-    return np.sqrt(np.sum(x * x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"])))
+    return np.sqrt(_sum_square(op, x))
 
 
-def _permute(op: Op, x: Any) -> Any:
+def _permute(op: Op, x: Array) -> Array:
     if "swap" in op.attrs:
-        swap: Any = op.attrs["swap"]
-        return np.swapaxes(x, *swap)
-    return np.transpose(x, op.attrs["order"])  # type: ignore[call-overload]
+        one, other = op.numbers("swap")
+        return np.swapaxes(x, one, other)
+    return np.transpose(x, op.numbers("order"))
 
 
-def _reshape(op: Op, x: Any) -> Any:
+def _reshape(op: Op, x: Array) -> Array:
     """Reshape to the recorded shape; symbolic axes keep the size they have in front."""
     if op.shape is None:
         raise Unknown("a reshape to an unknown shape")
@@ -62,7 +57,7 @@ def _reshape(op: Op, x: Any) -> Any:
     return np.reshape(x, shape)
 
 
-def _expand(op: Op, x: Any) -> Any:
+def _expand(op: Op, x: Array) -> Array:
     """Repeat as recorded where all sizes are; others broadcast by themselves, and fewer rows may be tried."""
     shape = [d for d in op.shape or () if isinstance(d, int)]
     fits = len(shape) == len(op.shape or ()) >= np.ndim(x)
@@ -70,36 +65,33 @@ def _expand(op: Op, x: Any) -> Any:
     return np.broadcast_to(x, shape) if fits else x
 
 
-def _batch_norm(op: Op, x: Any, gain: Any, bias: Any, mean: Any, variance: Any) -> Any:
+def _batch_norm(op: Op, x: Array, gain: Array | None, bias: Array | None, mean: Array, variance: Array) -> Array:
     """Normalize axis 1 by stored statistics."""
     shape = [1, -1] + [1] * (x.ndim - 2)
-    eps: Any = op.attrs["eps"]
-    y = (x - mean.reshape(shape)) / np.sqrt(variance.reshape(shape) + eps)
+    y = (x - mean.reshape(shape)) / np.sqrt(variance.reshape(shape) + op.number("eps"))
     y = y if gain is None else y * gain.reshape(shape)
     return y if bias is None else y + bias.reshape(shape)
 
 
-def _slice(op: Op, x: Any) -> Any:
-    place: Any = op.attrs.get("at")
-    axis: Any = op.attrs["axis"]
-    cut: Any = op.attrs.get("cut")
-    if cut is not None:
-        return np.moveaxis(np.moveaxis(x, axis, 0)[slice(*cut)], 0, axis)
+def _slice(op: Op, x: Array) -> Array:
+    place, axis = op.attrs.get("at"), int(op.number("axis"))
+    if op.attrs.get("cut") is not None:
+        return np.moveaxis(np.moveaxis(x, axis, 0)[slice(*op.numbers("cut"))], 0, axis)
     if not isinstance(place, int):
         raise Unknown("a slice of unknown place")
-    return np.take(x, place, axis)
+    return np.asarray(np.take(x, place, axis))
 
 
-def _clamp(op: Op, x: Any, low: Any, high: Any) -> Any:
+def _clamp(op: Op, x: Array, low: Array | float | None, high: Array | float | None) -> Array:
     x = x if low is None else np.maximum(x, low)
     return x if high is None else np.minimum(x, high)
 
 
-def _sum_square(op: Op, x: Any) -> Any:
-    return np.sum(x * x, axis=_axes(op), keepdims=bool(op.attrs["keepdim"]))
+def _sum_square(op: Op, x: Array) -> Array:
+    return _sum(op, x * x)
 
 
-RUN: dict[str, Callable[..., Any]] = {
+RUN: dict[str, Callable[..., Array]] = {
     "add": lambda op, a, b: a + b, "sub": lambda op, a, b: a - b, "mul": lambda op, a, b: a * b,
     "rsub": lambda op, a, b: b - a, "div": lambda op, a, b: a / b, "neg": lambda op, a: -a,
     "pow": lambda op, a, b: np.power(a, b), "square": lambda op, a: a * a, "sqrt": lambda op, a: np.sqrt(a),
@@ -180,7 +172,7 @@ def affine(graph: OpGraph, start: str, end: str, read: Callable[[str], Array]) -
 
 def run(ops: Iterable[Op], values: Mapping[str, Array], end: str) -> Array:
     """Run `ops` on float64 `values` and return the value of `end`. Raise Unknown for an operator without a rule."""
-    known: dict[str, Any] = dict(values)
+    known = dict(values)
     for op in ops:
         if op.kind not in RUN:
             raise Unknown(op.kind)

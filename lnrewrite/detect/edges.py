@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from ..ir import Linear
 from .arithmetic import constant
@@ -36,11 +35,10 @@ def moved(graph: OpGraph, op: Op, axis: int, back: bool = False) -> int | None:
         order = _order(op, len(target))
         return order[axis] - len(target) if back else order.index(axis + len(target)) - len(target)
     if op.kind == "gather":
-        axes: tuple[int, ...] = op.attrs["axes"]  # type: ignore[assignment]
-        rank = len(source)
+        axes, rank = op.numbers("axes"), len(source)
         return axis if axis + rank not in axes and axis > max(a - rank for a in axes) else None
     if op.kind == "slice":
-        cut: int = op.attrs["axis"]  # type: ignore[assignment]
+        cut = int(op.number("axis"))
         cut = cut - len(source) if cut >= 0 else cut
         if "drop" not in op.attrs:
             return axis if cut != axis or source[axis] == target[axis] else None
@@ -48,8 +46,7 @@ def moved(graph: OpGraph, op: Op, axis: int, back: bool = False) -> int | None:
             return None
         return axis if cut < axis else (axis - 1 if back else axis + 1)
     if op.kind in {"roll", "pad", "flip"}:
-        moving: Any = op.attrs.get("axes")
-        return axis if moving is not None and axis + len(source) not in moving else None
+        return axis if op.axes is not None and axis + len(source) not in op.axes else None
     if op.kind == "expand":
         return axis if -axis <= min(len(source), len(target)) and source[axis] == target[axis] else None
     old, new = (target, source) if back else (source, target)
@@ -59,10 +56,9 @@ def moved(graph: OpGraph, op: Op, axis: int, back: bool = False) -> int | None:
 
 def _order(op: Op, rank: int) -> list[int]:
     if "order" in op.attrs:
-        return [a % rank for a in op.attrs["order"]]  # type: ignore[attr-defined]
+        return [a % rank for a in op.numbers("order")]
     order = list(range(rank))
-    swap: Any = op.attrs["swap"]
-    a, b = swap
+    a, b = op.numbers("swap")
     order[a], order[b] = order[b], order[a]
     return order
 
@@ -230,8 +226,7 @@ def _onward(graph: OpGraph, op: Op, value: str, axis: int) -> tuple[int, bool] |
 
 def _reduced(op: Op, rank: int, axis: int) -> int | None:
     """Return where an axis goes through a reduction over others; None where it is reduced itself."""
-    axes: Any = op.attrs["axes"]
-    gone = {a - rank if a >= 0 else a for a in axes} if axes else set(range(-rank, 0))
+    gone = {a - rank if a >= 0 else a for a in op.axes} if op.axes else set(range(-rank, 0))
     if axis in gone:
         return None
     return axis if op.attrs["keepdim"] else axis + sum(a > axis for a in gone)
@@ -307,9 +302,9 @@ def _backward(graph: OpGraph, op: Op, axis: int, width: int) -> Iterator[tuple[s
     elif op.kind == "cat":
         if all(graph.width(n, axis) == graph.width(op.name, axis) for n in op.data):
             yield from ((n, axis, True) for n in op.data)
-    elif op.kind == "sum" and op.attrs["axes"]:
+    elif op.kind == "sum" and op.axes:
         rank = len(graph[op.data[0]].shape or ())
-        axes = sorted(a % rank for a in op.attrs["axes"])  # type: ignore[attr-defined]
+        axes = sorted(a % rank for a in op.axes)
         if len(axes) == 1 and not op.attrs["keepdim"]:
             place = axis + rank - 1
             place = place if place < axes[0] else place + 1

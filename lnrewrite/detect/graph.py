@@ -33,6 +33,26 @@ class Op:
         """Return the operands that are nodes."""
         return tuple(i for i in self.inputs if isinstance(i, str))
 
+    @property
+    def axes(self) -> tuple[int, ...] | None:
+        """Return the axes that a reduction, a roll, a pad or a gather works over; None where it names none."""
+        axes = self.attrs.get("axes")
+        return tuple(axes) if isinstance(axes, (tuple, list)) else None
+
+    def number(self, name: str) -> float:
+        """Return an attribute that is a number. Raises TypeError where it is not one."""
+        value = self.attrs[name]
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"the {name} of {self.name} is {value!r}, not a number")
+        return value
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """Return an attribute that is a list of whole numbers. Raises TypeError where it is not one."""
+        value = self.attrs[name]
+        if not isinstance(value, (tuple, list)):
+            raise TypeError(f"the {name} of {self.name} is {value!r}, not a list")
+        return tuple(value)
+
 
 class OpGraph:
     """Hold ops in topological order, aliases collapsed: `alias[name]` is the value a no-op stands for."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from ..errors import Code, Refusal
 from ..ir import Kind, Norm
@@ -96,30 +95,29 @@ def _fused(graph: OpGraph, op: Op) -> NormMatch | None:
         kind = Kind.GROUP
     if kind is Kind.GROUP and op.attrs.get("groups") == graph.width(source, axis):
         kind = Kind.INSTANCE
-    eps: float = op.attrs["eps"]  # type: ignore[assignment]
     held = [parameter_behind(graph, name) for name in op.inputs[3:5]] if kind is Kind.BATCH else []
     mean, variance = held if len(held) == 2 else (None, None)
-    affine: dict[str, Any] = {**_gain(graph, gamma), "beta": parameter_behind(graph, beta)}
-    if isinstance(beta, str) and affine["beta"] is None:  # computed like a gain that no parameter is
-        affine |= {"beta": beta, "computed": True}
-    norm = Norm(kind, eps, **affine, mean=mean, variance=variance, axis=axis)
+    norm = _with_gain(graph, Norm(kind, op.number("eps"), mean=mean, variance=variance, axis=axis), gamma)
+    norm = replace(norm, beta=parameter_behind(graph, beta))
+    if isinstance(beta, str) and norm.beta is None:  # computed like a gain that no parameter is
+        norm = replace(norm, beta=beta, computed=True)
     return NormMatch(norm, source, op.name, frozenset({op.name}))
 
 
-def _gain(graph: OpGraph, name: Operand) -> dict[str, Any]:
-    """Describe a gain: a parameter w, 1 + w, or something computed from parameters."""
+def _with_gain(graph: OpGraph, norm: Norm, name: Operand) -> Norm:
+    """Give a norm without gain one: a parameter w, 1 + w, or something computed from parameters."""
     if not isinstance(name, str):
-        return {}
+        return norm
     if direct := parameter_behind(graph, name):
-        return {"gamma": direct}
+        return replace(norm, gamma=direct)
     op = graph[name]
     while op.kind in {"cast", "reshape", "expand"} and isinstance(op.inputs[0], str):
         op = graph[op.inputs[0]]
     if op.kind == "add" and 1 in [i for i in op.inputs if not isinstance(i, str)]:
         inner = parameter_behind(graph, next((i for i in op.inputs if isinstance(i, str)), None))
         if inner:
-            return {"gamma": inner, "plus_one": True}
-    return {"gamma": name, "computed": True}
+            return replace(norm, gamma=inner, plus_one=True)
+    return replace(norm, gamma=name, computed=True)
 
 
 def _statistic(graph: OpGraph, name: Operand, depth: int = 12) -> bool:
@@ -193,7 +191,7 @@ def _with_affine(graph: OpGraph, core: NormMatch) -> NormMatch:
         elif op.kind == "mul" and norm.kind is Kind.L2 and norm == core.norm and isinstance(other, (int, float)):
             norm = replace(norm, factor=float(other))
         elif op.kind == "mul" and not norm.gamma and not norm.beta and graph.is_channel_vector(other, width, core.axis):
-            norm = replace(norm, **_gain(graph, other))
+            norm = _with_gain(graph, norm, other)
         elif op.kind == "add" and not norm.beta and graph.is_channel_vector(other, width, core.axis):
             beta = parameter_behind(graph, other)
             if beta is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -105,7 +104,7 @@ def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
 
 def _reduced_axis(ops: Sequence[Op], rank: int) -> int | None:
     """Return the one axis that every reduction of a piece runs over, counted from the end, or None."""
-    reduced: list[Any] = [op.attrs["axes"] for op in ops if op.kind in REDUCTIONS and op.attrs["axes"]]
+    reduced = [op.axes for op in ops if op.kind in REDUCTIONS and op.axes]
     axes = {tuple(a - rank if a >= 0 else a for a in each) for each in reduced}
     if len(axes) != 1 or len(only := axes.pop()) != 1:
         return None
