@@ -43,7 +43,7 @@ def load(
     factory: str | Callable[[], nn.Module] | None = None,
     trust_pickle: bool = False,
     trust_remote_code: bool = False,
-    inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    inputs: Mapping[str, object] | Sequence[object] | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Program | OnnxProgram:
@@ -130,7 +130,7 @@ def rewrite_file(
     factory: Factory | None = None,
     trust_pickle: bool = False,
     trust_remote_code: bool = False,
-    inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    inputs: Mapping[str, object] | Sequence[object] | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Report:
@@ -208,8 +208,8 @@ def convert(
     module: nn.Module,
     to: str,
     *,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     calibrate: Iterable[Batch] | None = None,
     norm: str = "auto",
     blocks: str | None = None,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 
 class Code(StrEnum):
@@ -177,11 +177,11 @@ class LnrewriteError(Exception):
         """Return what to do; empty where nothing can be done."""
         return self.diagnostic.remedy
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Come back whole from a worker process, whatever the class is made of."""
         return Exception.__new__, (type(self), *self.args), self.__dict__
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the `error` object of `--json`."""
         row = self.diagnostic.to_dict()
         return {"code": row["code"], "what": row["site"], "why": row["why"], "remedy": row["remedy"]}
@@ -204,7 +204,7 @@ class Untrusted(LnrewriteError):
         remedy = "save only the weights and give --factory, or trust the file with --trust-pickle"
         super().__init__(Code.LN012, what, f"loading it would run {', '.join(n[:60] for n in first)}{more}", remedy)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the `error` object of `--json`, with `runs`."""
         return {**super().to_dict(), "runs": self.runs}
 
@@ -234,7 +234,7 @@ class Refused(LnrewriteError):
         remedies = filter(None, (first.remedy, "allow partial results (partial=True, --partial)"))
         super().__init__(first.code, first.site, why, ", or ".join(remedies))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the `error` object of `--json`, with `refusals`."""
         return {**super().to_dict(), "refusals": self.refusals}
 

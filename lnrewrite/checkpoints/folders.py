@@ -121,7 +121,7 @@ def _streamed(source: Source, job: Job) -> Done | None:
     buffers = {n: b.clone() for n, b in module.named_buffers()}
     module.to("meta")
     empty = _inputs(module, source)
-    fixed: dict[str, Any] = {}  # no axis needs to be dynamic where nothing is run
+    fixed: dict[str, object] = {}  # no axis needs to be dynamic where nothing is run
     taken = capture_module(module, (), empty, fixed, lambda a, k: children(module, a, k))
     store = Store({n: weights.files[key] for n, key in weights.keys.items()}, buffers)
     program = StoredProgram(taken, store, format=source.format)
@@ -166,7 +166,7 @@ def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
     return max(floats, key=lambda where: prod(where.shape)).dtype if floats else torch.float32
 
 
-def _inputs(module: nn.Module, source: Source) -> dict[str, Any]:
+def _inputs(module: nn.Module, source: Source) -> dict[str, object]:
     """Return keyword inputs: as specified, else inferred."""
     return dict((given_inputs(module, source.how) or infer_inputs(module, source.how.seed)).kwargs)
 
@@ -213,7 +213,7 @@ def _loaded(source: Source, job: Job) -> Done:
     return Done(report, module, changes, weights, lambda name: [state[name]], shape, check)
 
 
-def _compare(source: Source, planned: Any, found: Any) -> None:
+def _compare(source: Source, planned: object, found: object) -> None:
     """Raise LnrewriteError LN313 where two models' outputs differ by more than their dtype rounds."""
     leaves = [tensors_in(tree) for tree in (planned, found)]
     pairs = [(a.double(), b.double()) for a, b in zip(*leaves, strict=True) if a.is_floating_point() and a.numel()]
@@ -236,14 +236,14 @@ def _not_as_planned(source: Source, why: str) -> LnrewriteError:
     return LnrewriteError(Code.LN313, f"model {source.name!r}", why, remedy)
 
 
-def _drawn(inputs: Mapping[str, Any], rows: Mapping[str, int], seed: int) -> dict[str, Any]:
+def _drawn(inputs: Mapping[str, object], rows: Mapping[str, int], seed: int) -> dict[str, object]:
     """Return inputs with values for inputs without: ids below a table's rows, ones, or normal numbers."""
     spec = spec_of(inputs, {}, rows)
     plain = (replace(i, role=i.role if i.role is Role.VALUES else Role.IDS if i.rows else Role.MASK) for i in spec)
     return {**inputs, **draw(InputSpec(tuple(plain)), seed)}
 
 
-def _run(module: CapturedModule, read: Read, inputs: Mapping[str, Any]) -> Any:
+def _run(module: CapturedModule, read: Read, inputs: Mapping[str, object]) -> object:
     """Run a captured module whose weights are on disk: each is read when it is used, and dropped."""
     given = {k: v for k, v in inputs.items() if k not in module.signature.constants}
     with torch.no_grad(), quiet():

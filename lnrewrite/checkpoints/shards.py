@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors import safe_open
@@ -84,7 +84,7 @@ class Writer:
     """Write a safetensors file tensor by tensor, in any order; wide dtypes lie first, so that all are aligned."""
 
     def __init__(self, path: Path, forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self.places: dict[str, int] = {}
         end = 0
         for key, (dtype, shape) in sorted(forms.items(), key=lambda form: (-form[1][0].itemsize, form[0])):

@@ -89,7 +89,7 @@ class Done:
 
     report: Report
     module: nn.Module
-    changes: list[dict[str, Any]]
+    changes: list[dict[str, object]]
     weights: Weights | None
     read: Callable[[str], Iterable[torch.Tensor]]
     form: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]

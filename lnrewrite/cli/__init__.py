@@ -121,7 +121,7 @@ def export(
     accept: bool,
     how: OpenOptions,
     screen: Screen,
-    **wanted: Any,
+    **wanted: object,
 ) -> None:
     """Write ONNX with the norm forms that a target runs best, and say why each was chosen."""
     target = target_of(output, force, default=".onnx")

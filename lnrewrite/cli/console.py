@@ -85,7 +85,7 @@ class Group(click.Group):
             LOGGER.setLevel(level)
         return code if isinstance(code, int) else Exit.DONE
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         """Run the command that was asked for."""
         try:
             return super().invoke(ctx)

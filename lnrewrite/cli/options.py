@@ -56,7 +56,7 @@ class Screen:
     quiet: bool = False
     verbose: bool = False
 
-    def answer(self, row: Mapping[str, Any], text: Callable[[], str], quiet: str | None = None) -> None:
+    def answer(self, row: Mapping[str, object], text: Callable[[], str], quiet: str | None = None) -> None:
         """Print a result: the JSON object, else with -q the word `quiet` (nothing where it is empty), else the text."""
         if self.as_json:
             show(json.dumps(row))
@@ -73,7 +73,7 @@ class Screen:
 def options(*, model: bool = False, writes: bool = False) -> Callable[[Any], Any]:
     """Add the options that commands share: a command takes `screen: Screen`, and `how: OpenOptions` with `model`."""
 
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+    def add(command: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(command)
         def run(*args: Any, as_json: bool, quiet: bool, verbose: bool, **given: Any) -> Any:
             given["screen"] = Screen(as_json, quiet, verbose)

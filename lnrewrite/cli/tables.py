@@ -78,7 +78,7 @@ def _stream(stream: Mapping[str, Any], every: bool) -> Iterator[str]:
         yield f"      {'final':<{wide}}  x ─●─{'':<26}{norm_words(stream['final_norm'])}"
 
 
-def norm_words(norm: Mapping[str, Any]) -> str:
+def norm_words(norm: Mapping[str, object]) -> str:
     """Write a norm as `layer 1e-05`, what data multiply it before that, and say where it has no gain."""
     said = f"{norm['modulated']} " if norm.get("modulated") else ""
     gain = "" if norm["gamma"] else " bare" if not norm["beta"] else " no gain"

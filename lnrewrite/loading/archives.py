@@ -153,7 +153,7 @@ def _check_tensor(name: str, meta: dict[str, Any], held: int) -> None:
         raise Damaged(f"{name[:80]!r} is described as {sizes} and its file has {held} bytes")
 
 
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     if type(value) is not int or abs(value) >= 2**63:
         raise Damaged(f"{str(value)[:40]!r} stands where an integer should")
     return value
@@ -202,7 +202,7 @@ def _node_hazards(node: Any, key: str, formulas: set[str]) -> Iterator[str]:
         _number(int(node))
 
 
-def _is_carried(node: dict[str, Any], name: str, child: Any) -> bool:
+def _is_carried(node: dict[str, object], name: str, child: object) -> bool:
     """Return whether a part is text that torch keeps and never evaluates.
 
     A value may have the name of a key of the schema; what it holds is no text, and what lies beside it neither.
@@ -228,7 +228,7 @@ def _word_hazards(text: str) -> Iterator[str]:
         yield f"the name {text[:60]!r}"
 
 
-def _tree_hazards(spec: Any) -> Iterator[str]:
+def _tree_hazards(spec: object) -> Iterator[str]:
     """Yield what building the tree of inputs or outputs would run: an import of what it names.
 
     A node is a leaf, or {type, context, children_spec}; the type is looked up among those that are registered.
@@ -246,7 +246,7 @@ def _tree_hazards(spec: Any) -> Iterator[str]:
         yield from _context_hazards(context)
 
 
-def _context_hazards(context: Any) -> Iterator[str]:
+def _context_hazards(context: object) -> Iterator[str]:
     if isinstance(context, dict):
         if "default_factory_module" in context or "default_factory_name" in context:
             factory = context.get("default_factory_module"), context.get("default_factory_name")

@@ -74,7 +74,7 @@ def _meta_parameters() -> Iterator[None]:
         hook.remove()
 
 
-def _config(source: Source, remote: bool) -> Any:
+def _config(source: Source, remote: bool) -> object:
     """Read the folder's config, set for export. Raises LN011 for a model type that transformers does not know."""
     from transformers import AutoConfig
 
@@ -105,7 +105,7 @@ def _class(transformers: Any, config: Any, remote: bool) -> Any:
 
 def _load(source: Source, found: Any, config: Any, remote: bool) -> tuple[torch.nn.Module, tuple[str, ...]]:
     """Load the weights; a network whose pooler the checkpoint lacks is built without one. Raises LN015, LN016."""
-    options: dict[str, Any] = {"config": config, "local_files_only": True, "output_loading_info": True}
+    options: dict[str, object] = {"config": config, "local_files_only": True, "output_loading_info": True}
     options |= {"weights_only": not (source.how.trust_pickle and source.unsafe), "trust_remote_code": remote}
     options["ignore_mismatched_sizes"] = True  # they are told of in `info`, and raised for here
     notes: list[str] = []

@@ -36,13 +36,13 @@ def _odd(key: str, value: object, wanted: str) -> Foreign:
     return Foreign(f"config.json: {key} is {str(value)[:60]!r} not {wanted}")
 
 
-def _names(value: Any) -> bool:
+def _names(value: object) -> bool:
     """Return whether a value of `auto_map` is one: a name, or the names of a slow and a fast tokenizer."""
     several = isinstance(value, list) and all(n is None or isinstance(n, str) for n in value)
     return isinstance(value, str) or several
 
 
-def code_named(content: Mapping[str, Any]) -> list[str]:
+def code_named(content: Mapping[str, object]) -> list[str]:
     """Return the code that a config asks for, sorted: `module.Class` of any `auto_map` in it, kernels of the hub."""
     found: set[str] = set()
     for held in _objects(content):
@@ -53,7 +53,7 @@ def code_named(content: Mapping[str, Any]) -> list[str]:
     return sorted(found)
 
 
-def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+def _objects(value: object) -> Iterator[Mapping[str, object]]:
     """Yield every object in a value of JSON."""
     todo = [value]
     while todo:
@@ -63,7 +63,7 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
         todo += held.values() if isinstance(held, Mapping) else held if isinstance(held, list) else ()
 
 
-def _flat(value: Any) -> Iterator[str]:
+def _flat(value: object) -> Iterator[str]:
     """Yield every text in a value of JSON."""
     if isinstance(value, str):
         yield value

@@ -51,14 +51,14 @@ def read_file(path: Path) -> dict[str, Any]:
     return read_object(path.read_bytes())
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     held = dict(pairs)
     if len(held) != len(pairs):
         raise Foreign("an object has the same key twice")
     return held
 
 
-def _parts(held: dict[str, Any] | list[Any]) -> Iterable[Any]:
+def _parts(held: dict[str, object] | list[object]) -> Iterable[object]:
     return held.values() if isinstance(held, dict) else held
 
 
@@ -108,7 +108,7 @@ def safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     return rows, 8 + length
 
 
-def _place(key: str, row: Any) -> tuple[int, int]:
+def _place(key: str, row: object) -> tuple[int, int]:
     """Return where a tensor starts and stops. Raises Foreign where its row is not of the form."""
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
         raise Foreign(f"its safetensors header says of {key!r} {str(row)[:60]}")

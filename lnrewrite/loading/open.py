@@ -88,7 +88,7 @@ def _import_from_here() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def build(factory: Factory) -> tuple[torch.nn.Module, dict[str, Any] | None]:
+def build(factory: Factory) -> tuple[torch.nn.Module, dict[str, object] | None]:
     """Call a factory and return its module and, where it returns a pair, its example keyword inputs. Raises LN019."""
     import torch
 
@@ -221,7 +221,7 @@ def _read_safetensors(source: Source) -> State:
         raise damaged(source.name, told(error)) from error
 
 
-def _read_pickle(source: Source) -> Any:
+def _read_pickle(source: Source) -> object:
     """Load what torch.save wrote: tensors alone, or whatever it holds where it must and may be unpickled."""
     import pickle
 
@@ -257,14 +257,14 @@ def _built(source: Source, held: Any) -> Any:
     return held
 
 
-def _is_state(held: Mapping[Any, Any]) -> bool:
+def _is_state(held: Mapping[object, object]) -> bool:
     """Return whether a mapping is a state dict: names to tensors, and at least one."""
     import torch
 
     return bool(held) and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in held.items())
 
 
-def _unwrap(source: Source, held: Mapping[Any, Any]) -> Any:
+def _unwrap(source: Source, held: Mapping[object, object]) -> object:
     """Take the one entry of a training checkpoint that holds the weights, or the module. Raises LN011."""
     import torch
 

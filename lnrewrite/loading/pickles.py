@@ -15,7 +15,7 @@ import pickletools
 import re
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import deque
-from typing import IO, Any
+from typing import IO
 
 from .zips import Damaged as Damaged
 from .zips import Members
@@ -100,7 +100,7 @@ def unsafe_names(stream: IO[bytes], plain: bool = False) -> tuple[str, ...]:
     return tuple(sorted(unsafe))
 
 
-def check_built(held: Any) -> None:
+def check_built(held: object) -> None:
     """Raise Damaged where a tensor in `held` stands for far more numbers than are stored (a stride of 0)."""
     import torch
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import Untrusted
 
-Factory = str | Callable[[], Any]
+Factory = str | Callable[[], object]
 
 
 class Format(enum.StrEnum):

@@ -49,7 +49,7 @@ def closed() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def library(source: Source) -> Iterator[tuple[Any, dict[str, Any], bool]]:
+def library(source: Source) -> Iterator[tuple[object, dict[str, object], bool]]:
     """Give transformers, a folder's checked config.json, and whether code of the folder is run.
 
     Raises LnrewriteError LN016 for a config that asks for too much, LN017 for code that is not trusted, LN018 without

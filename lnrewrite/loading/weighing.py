@@ -10,7 +10,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import Code, LnrewriteError
 from .foreign import Foreign, safetensors_header
@@ -28,12 +28,12 @@ PER_BYTE, SPARE_NUMBERS = 4, 1 << 26
 _COUNTS = re.compile(r"(^|_)(layers?|blocks?|labels|stages|depths?|heads?|experts|groups|quantizers|codebooks)(_|$)")
 
 
-def check_counts(name: str, content: Mapping[str, Any]) -> None:
+def check_counts(name: str, content: Mapping[str, object]) -> None:
     """Raise LnrewriteError LN016 where a config, or one of a part in it, asks for more layers than any network has.
 
     The config's own class may make a list of them, so this comes before transformers reads it.
     """
-    todo: list[tuple[str, Any]] = list(content.items())
+    todo: list[tuple[str, object]] = list(content.items())
     while todo:
         key, value = todo.pop()
         if isinstance(value, Mapping):

@@ -34,7 +34,7 @@ class Rewritten:
 class Recorded:
     """Mix into a config's class: it names the rewritten classes, also where the base network in a model is saved."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return what is written."""
         content: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         names = [f"Lnrewrite{name.removeprefix('Lnrewrite')}" for name in content.get("architectures") or ()]

@@ -67,7 +67,7 @@ def generate(record: Mapping[str, Any]) -> str:
     return code + _LAST.format(**names)
 
 
-def last(dotted: Any) -> str:
+def last(dotted: object) -> str:
     """Return what a dotted name ends with."""
     return str(dotted).rpartition(".")[2]
 
@@ -78,7 +78,7 @@ def record_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("changes"), list) else None
 
 
-def written_by_us(folder: Path, content: Mapping[str, Any]) -> bool:
+def written_by_us(folder: Path, content: Mapping[str, object]) -> bool:
     """Return whether the only code of a folder is the modeling file that this version would write for its config."""
     record, code = record_of(content), content.get("auto_map")
     if record is None or not isinstance(code, dict):

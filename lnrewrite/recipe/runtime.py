@@ -131,7 +131,7 @@ class Before:
 class After:
     """Send what leaves a module, or the elements of it that have some keys, through pieces."""
 
-    def __init__(self, at: Sequence[Any], by: Sequence[Place]) -> None:
+    def __init__(self, at: Sequence[object], by: Sequence[Place]) -> None:
         self.at, self.by = at, list(by)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -271,7 +271,7 @@ class Operand:
 
     def __init__(self, node: ast.AST, side: str) -> None:
         first = side == "left"
-        self.holder: Any = node
+        self.holder: object = node
         self.key: Any = side
         if isinstance(node, ast.Call):
             called = node.func
@@ -280,7 +280,7 @@ class Operand:
             place = int(not first and not method)
             self.holder, self.key = (called, "value") if method and first else (node.args, place)
 
-    def get(self) -> Any:
+    def get(self) -> object:
         return self.holder[self.key] if isinstance(self.holder, list) else getattr(self.holder, self.key)
 
     def set(self, value: ast.expr) -> None:
@@ -306,7 +306,7 @@ def apply(module: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
             setattr(holder, leaf, nn.Parameter(getattr(holder, leaf).detach().clone()))
         elif "source" in change:
             holder = module.get_submodule(change["source"])
-            cls: Any = type(holder)
+            cls: object = type(holder)
             holder.__class__ = edited(cls, change["digest"], json.dumps(change["edits"]))
         else:
             parts = [path.rpartition(".") for path in change["by"]]
