@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import lnrewrite as lnr
 from lnrewrite import demo
-from lnrewrite.pipeline import select
+from lnrewrite.ir.select import select
 
 PLACEMENTS = ("post", "peri", "output", "none")
 

@@ -1,4 +1,4 @@
-"""Rewrite the normalisation of trained networks: move norms, fold them away, and prove what was done.
+"""Rewrite the normalization of trained networks: move norms, fold them away, and prove what was done.
 
 One idea: a trained residual network is a *stream* that *blocks* read from and write to. A block reads through
 *readers* (the first linears that see the stream, usually behind a norm), computes, and writes through *writers*
@@ -31,9 +31,11 @@ Rooms, a floor a line; imports go down only, and import-linter holds it (pyproje
     algebra/                      what passes share: changes of basis, placements, fitted gains
     detect/, pipeline/, testing/  norms and blocks recognised; the run loop, its text and report; a reference machine
     ir/, loading/, kernels/       the picture, its text, edits; files read without running them; our operators
+    codes/                        beside them: a page for each diagnostic code
     files/                        OUT, landed whole or not at all
     errors, recipe/, demo/        diagnostics; what ships inside a rewritten folder; one small trained network
-    compat/                       the private names of torch and transformers that we use, each once
+    compat/                       beside them: the private names of torch and transformers that we use, each once
+    quiet, layout, _version       beside them: logging; tables and pages for people; the version
 
 `passes/`, imported as `lnrewrite.passes`, stands beside them and sees ir, pipeline, algebra and errors alone. The
 package itself never imports it: shipped passes are found through the entry-point group `lnrewrite.passes`, like

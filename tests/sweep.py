@@ -4,7 +4,7 @@
     python tests/sweep.py --full                         # all columns of the page; an hour on four cores
     python tests/sweep.py --answers                      # the same placements however the model is run?
     python tests/sweep.py --only llama --only 'opt.do_layer_norm_before=False'
-    python tests/sweep.py --page                         # examples/support.md from the results, nothing run
+    python tests/sweep.py --page                         # docs/results/support.md from the results, nothing run
 
 Each family runs in a process of its own with a deadline, on a tiny model with random weights. Results go to a file of
 JSON lines, one per family; families that it holds are not run again.
@@ -39,7 +39,7 @@ from lnrewrite.models.program import Program
 from zoo import families
 from zoo.written import WRITTEN
 
-PAGE = Path(__file__).parents[1] / "examples" / "support.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "support.md"
 PLACEMENTS = ("pre", "post", "peri", "output", "none")
 DEADLINE, MEMORY = 300, 14 << 30  # seconds and bytes of one family, all its columns
 RIGHT = 1e-9  # relative, in float64
@@ -251,18 +251,23 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 HEAD = ("family", "capture", "placement", *PLACEMENTS, *EXACT, "live", "onnx")
-INTRO = """# What holds for each architecture
+INTRO = """# Every architecture of transformers
 
-One row for each model type of transformers {version} that can be built small here and fed (torch {torch}): a tiny model
-with random weights, gains and biases. `python tests/sweep.py --full` measures it, `--page` writes this page.
+One row for each model type of transformers {version} that can be built small and given inputs here (torch {torch}): a
+tiny model with random weights, gains and biases.
 
-- *placement*: what is found, in execution order; `parallel` counts branches that share one sum once. {figures}.
-- *pre ... none*: conversion of the captured model: `yes`, `part` with the codes that refused, a code, or `-` where
+```sh
+python tests/sweep.py --full
+python tests/sweep.py --page
+```
+
+- *placement*: what is found, in execution order; `parallel` counts branches that share one addition once. {figures}.
+- *pre ... none*: the conversion of the captured model: `yes`; `part`, with the codes that refused; a code; or `-` where
   nothing had to change. `lnrewrite explain CODE` says what a code means.
-- *fold* (`{fold}`), *quantize* (the preset): edits made and codes that refused; every result is within {right} of the
-  model in float64.
-- *live*: the placement to which the living module itself was rewritten, or why not.
-- *onnx*: the forms of the norms in the file for onnxruntime on the CPU, which was run against the model.
+- *fold* (`{fold}`), *quantize* (the preset): the number of edits, and the codes that refused; every result is within
+  {right} of the model, relative, in float64.
+- *live*: the placement to which the module was rewritten in place, or why not.
+- *onnx*: the form of each norm in the file for ONNX Runtime on the CPU, which was run against the model.
 """
 
 
@@ -295,7 +300,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 @click.option(
     "--answers", "ways", is_flag=True, help="Also in bf16, with a mask, eager and sdpa attention, and train mode."
 )
-@click.option("--page", "write", is_flag=True, help="Write examples/support.md from the results.")
+@click.option("--page", "write", is_flag=True, help="Write docs/results/support.md from the results.")
 @click.option("--results", default="sweep.jsonl", help="Where results are kept.", show_default=True)
 @click.option("--jobs", default=os.cpu_count() or 1, help="Families at a time.")
 def main(only: tuple[str, ...], full: bool, ways: bool, write: bool, results: str, jobs: int) -> None:

@@ -17,9 +17,10 @@ ROOT = Path(__file__).parent.parent
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the built pages; the sources are copied, for pages are generated among them."""
     folder = tmp_path_factory.mktemp("docs")
-    generated = shutil.ignore_patterns("_build", "__pycache__", "codes", "passes.md")
-    shutil.copytree(ROOT / "docs", folder / "source", ignore=generated)
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "source", "site"]
+    generated = shutil.ignore_patterns("_build", "__pycache__", "codes")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=generated)
+    shutil.copytree(ROOT / "examples" / "custom_pass", folder / "examples" / "custom_pass")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "site"]
     nowhere = "http://127.0.0.1:9"
     env = os.environ | {"http_proxy": nowhere, "https_proxy": nowhere, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """Exact pipelines on real architectures, in true float64, with random gains and biases: edited exactly, or refused.
 
-examples/families.md holds what each pipeline did to each family; `pytest tests/test_families.py --update-goldens`
+docs/results/families.md holds what each pipeline did to each family; `pytest tests/test_families.py --update-goldens`
 (in one process) writes it.
 """
 
@@ -16,7 +16,7 @@ import zoo
 from lnrewrite.models.program import Program
 from tiers import rows
 
-TABLE = Path(__file__).parents[1] / "examples" / "families.md"
+TABLE = Path(__file__).parents[1] / "docs" / "results" / "families.md"
 PIPELINES = {
     "fold": "canonicalize,fold-affine{final=true}",
     "to RMSNorm": "absorb-scales,layernorm-to-rmsnorm",
@@ -32,6 +32,16 @@ FAMILIES = (
 )  # fmt: skip
 SAMPLE = ("gpt2", "gpt_neox", "llama", "gemma2", "bert", "convnext")
 """Pre, parallel, gated, peri, post, channels first: what the others are made of."""
+INTRO = """# Exact passes on 24 families
+
+The number of edits, and the codes of what was refused (`lnrewrite explain CODE`). `-`: the
+pipeline does not apply. Every result is within 1e-9 of the model, relative, in float64.
+
+```sh
+python -m pytest tests/test_families.py -m exhaustive -n 0 --update-goldens
+```
+
+"""
 HEAD = "| family | " + " | ".join(PIPELINES) + " |\n|---" + "|---" * len(PIPELINES) + "|"
 RIGHT = 1e-9
 
@@ -81,10 +91,8 @@ def write(family: str, row: str) -> None:
     held = TABLE.read_text().splitlines() if TABLE.exists() else []
     rows = {line.split(" ")[1]: line for line in held if line.startswith("| ")} | {family: row}
     body = "\n".join(rows[f] for f in FAMILIES if f in rows)
-    title = "# Exact pipelines on 24 families\n\nEdits made, and codes of what was refused (`lnrewrite explain CODE`); "
-    title += "`-`: nothing there that the pipeline speaks of. Every result is within 1e-9 of the model in float64.\n\n"
     steps = "\n".join(f"- {name}: `{text}`" for name, text in PIPELINES.items())
-    TABLE.write_text(f"{title}{steps}\n\n{HEAD}\n{body}\n")
+    TABLE.write_text(f"{INTRO}{steps}\n\n{HEAD}\n{body}\n")
 
 
 def test_the_table_holds_every_family_and_enough_edits() -> None:

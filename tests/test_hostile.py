@@ -90,7 +90,7 @@ def test_what_a_command_should_not_do_is_seen(harness: Harness) -> None:
 
 
 def test_every_promise_names_its_cases() -> None:
-    text = (Path(__file__).parents[1] / "SECURITY.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "security.md").read_text()
     patterns = [p for row in re.findall(r"^\|.*\| *(`.*`) *\|$", text, re.M) for p in re.findall(r"`([^`]+)`", row)]
     assert len(patterns) > 15
     assert [p for p in patterns if not any(p in name for name in all_cases())] == []

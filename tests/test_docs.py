@@ -1,0 +1,129 @@
+"""README and docs say what is so: their commands and Python run, their output is what is printed, their names exist."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lnrewrite
+import pages
+from lnrewrite.cli import main
+from lnrewrite.errors import Code
+from pages import ROOT
+from tiers import rows
+
+README = ROOT / "README.md"
+NO_CODE = "LN999"  # the example of a code that does not exist
+PAGES = pages.pages()
+RUN = [page for page in PAGES if {b.language for b in pages.blocks(page)} & {"console", "python", "json"}]
+SAMPLE = [ROOT / page for page in ("README.md", "docs/start.md", "docs/concepts/refusals.md", "docs/reference/json.md")]
+
+
+def between(marker: str) -> str:
+    (found,) = re.findall(rf"^<!-- {marker} -->\n(.*?)^<!-- /{marker} -->$", README.read_text(), re.M | re.S)
+    return str(found).strip()
+
+
+@pytest.mark.parametrize("page", rows(RUN, sample=SAMPLE), ids=pages.label)
+def test_a_page_runs(page: Path, demo_captured_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks run from top to bottom in one folder, its Python in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for block in pages.blocks(page):
+        if block.language == "python":
+            exec(compile(block.text, str(page), "exec"), names)
+        elif block.language == "console":
+            for command, output in pages.shown(block):
+                found = pages.difference(output, pages.run(command))
+                assert not found, f"{command}\n{found}"
+        elif block.language == "json":
+            pages.check_json(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=pages.label)
+def test_commands_parse(page: Path) -> None:
+    for words in pages.commands(page):
+        pages.check_command(words)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=pages.label)
+def test_names_exist(page: Path) -> None:
+    """Commands, options, codes, public names, files and links, in the text too."""
+    text = page.read_text()
+    assert set(re.findall(r"`lnrewrite ([a-z]+)", text)) <= set(main.commands)
+    scripts = [p.read_text() for folder in ("examples", "tests") for p in (ROOT / folder).rglob("*.py")]
+    options = {option for command in main.commands.values() for p in command.params for option in p.opts}
+    options |= {found for script in scripts for found in re.findall(r'"(--[a-z][a-z-]+)"', script)}
+    options |= {"--nproc-per-node"}  # torchrun's
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= options
+    assert set(re.findall(r"\bLN\d{3}\b", text)) - {NO_CODE} <= set(Code)
+    assert set(re.findall(r"\blnr\.(\w+)", text)) <= set(lnrewrite.__all__)
+    paths = re.findall(r"`((?:\.ci|\.github|docs|examples|lnrewrite|passes|tests)/[\w./-]*)", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", text)
+    generated = re.compile(r"reference/(codes/(index|LN\d+)|passes)\.md$")
+    there = [generated.search(link) or (page.parent / link).exists() for link in links if link]
+    assert all(there), links
+
+
+def test_readme_is_short_and_has_code() -> None:
+    assert len(README.read_text().splitlines()) <= 120
+    assert {"sh", "console", "python"} == {block.language for block in pages.blocks(README)}
+
+
+@pytest.mark.parametrize("marker", ["install", "test"])
+def test_setting_up_is_one_line(marker: str) -> None:
+    lines = [line for line in between(marker).splitlines() if not line.startswith("```")]
+    assert len(lines) == 1
+    assert lines[0].startswith("python3 -m venv ")
+
+
+def test_the_summary_of_other_tools_adds_up() -> None:
+    """Each cell of the short table is the sum of a column of the long one."""
+    folder = ROOT / "docs" / "results"
+    whole = {}
+    for title, table in re.findall(
+        r"^## opset (.*?)\n\n(.*?)\n(?=\n|\Z)", (folder / "onnx_peers.md").read_text(), re.M | re.S
+    ):
+        cells = [line.strip("| ").split(" | ")[1:] for line in table.splitlines()[2:]]
+        whole[title] = [_sum(column) for column in zip(*cells, strict=True)]
+    lines = [line.strip("| ").split(" | ") for line in (folder / "onnx.md").read_text().splitlines()]
+    short = {head: cells for head, *cells in lines if re.match(r"\d+, fp", head)}
+    assert short == whole
+
+
+def _sum(column: tuple[str, ...]) -> str:
+    done = [re.match(r"(\d+)/\d+ \+(\d+)", cell) for cell in column]
+    norms, adds = (sum(int(found[i]) for found in done if found) for i in (1, 2))
+    failed = sum(found is None for found in done)
+    return f"{norms} +{adds}" + (f", {failed} fail" if failed else "")
+
+
+# ---- the rooms: in the docstring of the package, on the page, and as they are ----
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LAYERS = next(c["layers"] for c in PROJECT["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+FLOORS = [{room.strip() for room in layer.split("|")} for layer in LAYERS]
+
+
+def test_the_rooms_of_the_docstring_are_those_that_exist() -> None:
+    assert lnrewrite.__doc__ is not None
+    lines = re.findall(r"^    (\w[\w/]*(?:, [\w/]+)*) {2,}(.*)$", lnrewrite.__doc__.partition("Rooms, ")[2], re.M)
+    floors: list[set[str]] = []
+    for names, told in lines:
+        rooms = {name.strip("/") for name in names.split(", ")}
+        if told.startswith("beside them: "):
+            floors[-1] |= rooms
+        else:
+            floors.append(rooms)
+    assert floors == FLOORS
+
+
+def test_the_rooms_of_the_page_are_those_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    lines = re.findall(r"^\| (\d+) \| (.*?) \|", text, re.M)
+    assert [{name.strip("/") for name in re.findall(r"`([\w/]+)`", rooms)} for _, rooms in lines] == FLOORS
+    assert [int(number) for number, _ in lines] == [*range(len(FLOORS), 0, -1)]
