@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,38 @@ def test_heavy_packages_are_not_imported(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'onnx', 'numpy', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+TEXTS = [ROOT / "README.md", ROOT / "pyproject.toml", *(p for p in ROOT.rglob("*.md") if p.name != "CHANGELOG.md")]
+
+
+def test_what_texts_and_scripts_name_is_there() -> None:
+    """Modules move, and their names stand in scripts that tests start, in examples and in docs."""
+    scripts = [p for folder in ("tests", "examples", "lnrewrite", "passes", "docs") for p in sources(folder)]
+    rooms = {path.stem for path in (ROOT / "lnrewrite").iterdir() if path.suffix in ("", ".py")}
+    missing = {}
+    for path in {*TEXTS, *scripts}:
+        if any(part.startswith(".") for part in path.relative_to(ROOT).parts):
+            continue
+        for found in re.finditer(r"\blnrewrite\.([a-z_]+)((?:\.\w+)*)", path.read_text()):
+            if found[1] in rooms and not is_there(found[0]):
+                missing[found[0]] = label(path)
+    assert not missing
+
+
+@cache
+def is_there(name: str) -> bool:
+    """Return whether a dotted name leads to a module, or to something in one."""
+    module, rest = name, list[str]()
+    while True:
+        try:
+            held: object = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, last = module.rpartition(".")
+            rest.insert(0, last)
+    for part in rest:
+        if not hasattr(held, part):
+            return False
+        held = getattr(held, part)
+    return True
