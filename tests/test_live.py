@@ -371,7 +371,7 @@ INSERTED: dict[str, list[Callable[[FxEditor, fx.Node], fx.Node]]] = {
         lambda e, x: e.affine(x, "gain", "shift"), lambda e, x: e.affine(x, "gain", None),
         lambda e, x: e.affine(x, None, "shift"),
     ],
-    "centre": [lambda e, x: e.centre(x, -1), lambda e, x: e.centre(x, -2)],
+    "center": [lambda e, x: e.center(x, -1), lambda e, x: e.center(x, -2)],
     "attach": [lambda e, x: e.attach(x, "shift")],
 }  # fmt: skip
 """How an editor is asked for each of its operations that give a value."""

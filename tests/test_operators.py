@@ -143,8 +143,8 @@ def again(node: fx.Node, first: torch.Tensor) -> Any:
 def test_an_argument_that_no_rule_knows_says_nothing() -> None:
     ops = torch.ops.aten
     x, y = (fx.Graph().placeholder(n) for n in "xy")
-    assert aten.normalise(ops.add.Tensor, (x, y), {"alpha": 2})[0] == "add!"
-    assert aten.normalise(ops.add.Tensor, (x, y), {"alpha": 1})[0] == "add"
-    assert aten.normalise(ops.div.Tensor_mode, (x, y), {"rounding_mode": "floor"})[0] == "div!"
-    assert aten.normalise(ops.addmm.default, (x, y, y), {"beta": 2})[0] == "addmm!"
-    assert aten.normalise(ops.rsub.Scalar, (x, 1.0, 2), {})[0] == "rsub!"
+    assert aten.neutral(ops.add.Tensor, (x, y), {"alpha": 2})[0] == "add!"
+    assert aten.neutral(ops.add.Tensor, (x, y), {"alpha": 1})[0] == "add"
+    assert aten.neutral(ops.div.Tensor_mode, (x, y), {"rounding_mode": "floor"})[0] == "div!"
+    assert aten.neutral(ops.addmm.default, (x, y, y), {"beta": 2})[0] == "addmm!"
+    assert aten.neutral(ops.rsub.Scalar, (x, 1.0, 2), {})[0] == "rsub!"

@@ -48,7 +48,7 @@ class Editor(Protocol[Handle]):
     def affine(self, x: Handle, scale: str | None, shift: str | None) -> Handle:
         """Return a new scale * x + shift, either of which may be left out; they broadcast to `x`."""
 
-    def centre(self, x: Handle, axis: int) -> Handle:
+    def center(self, x: Handle, axis: int) -> Handle:
         """Return a new x minus its mean over an axis, which stands right behind `x`."""
 
     def untie(self, linear: Handle, param: str, fresh: str) -> None:

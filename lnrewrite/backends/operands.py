@@ -9,7 +9,7 @@ import numpy as np
 
 from ..ir import Array, Center, Edit, Gain, Normalize, Number, Rotation, Value
 from .editor import Editor, Handle, fail
-from .values import Change, Floats, centring, multiplying, rotating
+from .values import Change, Floats, centering, multiplying, rotating
 
 
 class Operands:
@@ -45,7 +45,7 @@ class Operands:
         """Return what multiplies each row [..., channels] by a value's matrix, or by its transpose."""
         match value:
             case Center(width):
-                return centring(width)
+                return centering(width)
             case Rotation():
                 return rotating(value.transposed if transposed else value)
             case _:

@@ -77,7 +77,7 @@ class Rewriter(Generic[Handle]):
                 case DropScale() if block is not None:
                     self.drop(block, operation)
                 case Normalize():
-                    self.normalise(operation)
+                    self.normalize(operation)
                 case Untie():
                     linear = operation.linear
                     self.editor.untie(self.editor.value(linear.node), linear.param, f"{linear.param}_untied")
@@ -161,7 +161,7 @@ class Rewriter(Generic[Handle]):
     def affine_of(self, x: Handle, op: Affine, name: str, axis: int) -> Handle:
         """Return scale * x + shift, over the channels at `axis`, right behind `x`."""
         if isinstance(op.scale, Center):
-            return self.editor.centre(x, axis)
+            return self.editor.center(x, axis)
         behind = [1] * (-axis - 1)
         given = {"scale": op.scale, "shift": op.shift}
         arrays = {key: self.operands.array(value) for key, value in given.items() if value is not None}
@@ -200,7 +200,7 @@ class Rewriter(Generic[Handle]):
         name = self.create(f"{self.view[first].attrs['param']}_frozen", values, old)
         self.wiring.redirect(self.editor.readers(old), self.editor.parameter(name, old))
 
-    def normalise(self, op: Normalize) -> None:
+    def normalize(self, op: Normalize) -> None:
         """E <- gamma * norm(E) + beta, row by row."""
         norm = op.norm
         gamma = self.operands.array(Gain(norm.gamma, norm.plus_one)) if norm.gamma else np.ones(())

@@ -19,7 +19,7 @@ CHUNK = 1 << 18
 """How many numbers of a parameter are held in float64 at a time."""
 
 
-def centring(width: int) -> Change:
+def centering(width: int) -> Change:
     """Return what takes the mean off each run of `width` channels."""
     return lambda rows: _runs(rows, width, lambda r: r - r.mean(-1, keepdims=True))
 

@@ -21,7 +21,7 @@ from ..compat.torch import slots
 from ..detect.graph import OpGraph
 from ..detect.match import NormMatch
 from ..errors import Code, LnrewriteError
-from .ports import Call, Ports
+from .ports import Child, Ports
 from .recipes import Recipe
 
 
@@ -182,7 +182,7 @@ class Difference:
             name, "the norm or factor is not a module of its own, and the source does not show it as one operation"
         )
 
-    def replace(self, call: Call, name: str, tail: tuple[Piece, ...]) -> None:
+    def replace(self, call: Child, name: str, tail: tuple[Piece, ...]) -> None:
         """Put pieces in place of a child, which keeps its place where its own parameters can say the same."""
         found, path = self.norms.get(name), call.path
         if found and len(tail) == 1 and self.same(found, tail[0]):

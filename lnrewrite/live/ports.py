@@ -27,7 +27,7 @@ SIGNS = {"add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "div": ast.Div}
 
 
 @dataclass(frozen=True)
-class Call:
+class Child:
     """Hold one child's only call: what enters it and what leaves it, each with the graph's name of the value.
 
     `takes` are (parameter of its forward, position), `gives` the key in its output: None, an index or a name.
@@ -75,7 +75,7 @@ class Ports:
     def __init__(self, module: nn.Module, graph: fx.Graph, view: OpGraph, calls: Iterable[Called]) -> None:
         self.module, self.view = module, view
         self.nodes = {n.name: n for n in graph.nodes}
-        self.calls = [self.call(seen) for seen in calls]
+        self.calls = [self.child(seen) for seen in calls]
         self.stacks = {n.name: _stack(n) for n in graph.nodes}
         self.once = {c.path for c in self.calls} | {""}
 
@@ -83,7 +83,7 @@ class Ports:
         """Return the value that a name stands for, no-op copies looked through."""
         return self.view.alias.get(name, name)
 
-    def call(self, seen: Called) -> Call:
+    def child(self, seen: Called) -> Child:
         """Read what entered and left a child: its inputs by parameter, its outputs by key."""
         names = list(inspect.signature(self.module.get_submodule(seen.path).forward).parameters)
         args, kwargs = seen.in_spec.children()
@@ -104,7 +104,7 @@ class Ports:
             values = list(_each(spec, gives))
             keys = list(named or range(len(values)))
         outputs = zip(keys, values, strict=True)
-        return Call(seen.path, tuple(takes), tuple((key, self.root(v)) for key, v in outputs if v is not None))
+        return Child(seen.path, tuple(takes), tuple((key, self.root(v)) for key, v in outputs if v is not None))
 
     def inside(self, path: str, name: str) -> bool:
         """Return whether a node was made while a child ran."""
@@ -122,7 +122,7 @@ class Ports:
         """Return the path of the module whose own forward made a node."""
         return self.stacks[name][-1] if self.stacks[name] else ""
 
-    def giving(self, name: str, outside: Iterable[str]) -> list[Call]:
+    def giving(self, name: str, outside: Iterable[str]) -> list[Child]:
         """Return the children that give a value, where all nodes `outside` are outside of them; outermost first."""
         wanted = list(outside)
         return [
@@ -131,7 +131,7 @@ class Ports:
             if any(n == name for _, n in c.gives) and not any(self.inside(c.path, o) for o in wanted)
         ]
 
-    def taking(self, name: str) -> list[Call]:
+    def taking(self, name: str) -> list[Child]:
         """Return the children that a value enters, outermost first."""
         return [c for c in self.calls if any(n == name for _, n in c.takes)]
 

@@ -189,7 +189,7 @@ WRONG: dict[str, Factory] = {
     "rms by the sum": spelled(lambda n, x: n.weight * x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + n.eps)),
     "layer with the unbiased variance": spelled(
         lambda n, x: n.weight * _centred(x) * torch.rsqrt(x.var(-1, keepdim=True) + n.eps) + n.bias, bias=True),
-    "layer without the centring above": spelled(
+    "layer without the centering above": spelled(
         lambda n, x: n.weight * x * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + n.eps)),
     "layer centred over the tokens": spelled(
         lambda n, x: n.weight * (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + n.eps)),

@@ -95,7 +95,7 @@ class OnnxEditor:
         result.shape = ir.Shape([x.shape[i] for i in order])
         return result
 
-    def centre(self, x: ir.Value, axis: int) -> ir.Value:
+    def center(self, x: ir.Value, axis: int) -> ir.Value:
         """Return a new x - mean(x) over an axis."""
         if self.graph.opset_imports.get("", 1) < 18:
             mean = self.node("ReduceMean", [x], x, f"{x.name}.mean", {"axes": [axis], "keepdims": 1})

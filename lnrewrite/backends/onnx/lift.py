@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import onnx_ir as ir
 
 from ...detect.graph import Op, Operand, OpGraph, unchanged
-from .ops import SIZES, meant, normalise
+from .ops import SIZES, meant, neutral
 from .shapes import infer_shapes
 
 DTYPES = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}
@@ -77,9 +76,9 @@ class _Lift:
 
     def node(self, node: ir.Node) -> None:
         if node.op_type in SIZES:
-            kind, inputs, attrs = "size", tuple[Operand, ...](), dict[str, Any]()
+            kind, inputs, attrs = "size", tuple[Operand, ...](), dict[str, object]()
         else:
-            kind, values, attrs = normalise(node)
+            kind, values, attrs = neutral(node)
             inputs = tuple(self.operand(v) for v in [*values, *captured(node)])
             kind, inputs = self.transposed(*self.rolled(kind, inputs))
         for value in node.outputs:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from .norms import CONTRIB, NormNode, epsilon
 
 Operands = Sequence[ir.Value | float | int | None]
-Normalised = tuple[str, Operands, dict[str, Any]]
+Neutral = tuple[str, Operands, dict[str, object]]
 
 STANDARD = {"", "ai.onnx"}
 SIZES = {"Shape", "Size", "NonZero"}
@@ -35,14 +35,14 @@ QUANTISED = {"MatMulNBits": 1, "MatMulBnb4": 1, "MatMulIntegerToFloat": 1, "Dyna
 """Products whose weights are stored in few bits, by the place of the weight."""
 
 
-def meant(number: Any) -> float:
+def meant(number: np.floating) -> float:
     """Return the double that a narrower float was rounded from: 1/n, or the shortest decimal (1e-05)."""
     n = round(1 / float(number)) if 1e-6 < abs(number) < 1 else 0
     return 1 / n if n and type(number)(1 / n) == number else float(str(number))
 
 
 @dataclass(frozen=True)
-class Call:
+class NodeReader:
     """Give the rules what they ask of a node: attributes, constant inputs, ranks."""
 
     node: ir.Node
@@ -83,112 +83,112 @@ class Call:
         return tuple(found) if found is not None else self.ints(index)
 
 
-def _reduce(kind: str, **more: Any) -> Callable[[Call], Normalised]:
-    def rule(call: Call) -> Normalised:
-        axes = call.axes()
-        if (axes is None and call.at(1) is not None) or (not axes and call.attr("noop_with_empty_axes", 0)):
-            return f"{kind}!", call.inputs, {}
-        return kind, call.inputs[:1], {"axes": axes or None, "keepdim": bool(call.attr("keepdims", 1)), **more}
+def _reduce(kind: str, **more: object) -> Callable[[NodeReader], Neutral]:
+    def rule(node: NodeReader) -> Neutral:
+        axes = node.axes()
+        if (axes is None and node.at(1) is not None) or (not axes and node.attr("noop_with_empty_axes", 0)):
+            return f"{kind}!", node.inputs, {}
+        return kind, node.inputs[:1], {"axes": axes or None, "keepdim": bool(node.attr("keepdims", 1)), **more}
 
     return rule
 
 
-def _layer_norm(kind: str) -> Callable[[Call], Normalised]:
-    def rule(call: Call) -> Normalised:
-        norm = NormNode.read(call.node)
+def _layer_norm(kind: str) -> Callable[[NodeReader], Neutral]:
+    def rule(node: NodeReader) -> Neutral:
+        norm = NormNode.read(node.node)
         if norm is None:
-            return f"{kind}!", call.inputs, {}
+            return f"{kind}!", node.inputs, {}
         gain = None if norm.plain else norm.gain
-        return kind, (norm.x, gain, norm.bias), {"axes": norm.axes, "eps": call.eps()}
+        return kind, (norm.x, gain, norm.bias), {"axes": norm.axes, "eps": node.eps()}
 
     return rule
 
 
-def _statistics(kind: str) -> Callable[[Call], Normalised]:
-    def rule(call: Call) -> Normalised:
-        stored = (call.at(3), call.at(4)) if kind == "batch_norm" else ()
-        if call.attr("training_mode", 0):
-            return f"{kind}!", call.inputs, {}
-        return kind, (call.at(0), call.at(1), call.at(2), *stored), {"eps": call.eps()}
+def _statistics(kind: str) -> Callable[[NodeReader], Neutral]:
+    def rule(node: NodeReader) -> Neutral:
+        stored = (node.at(3), node.at(4)) if kind == "batch_norm" else ()
+        if node.attr("training_mode", 0):
+            return f"{kind}!", node.inputs, {}
+        return kind, (node.at(0), node.at(1), node.at(2), *stored), {"eps": node.eps()}
 
     return rule
 
 
-def _clip(call: Call) -> Normalised:
-    low = call.attr("min", call.at(1))
-    high = call.attr("max", call.at(2))
+def _clip(node: NodeReader) -> Neutral:
+    low = node.attr("min", node.at(1))
+    high = node.attr("max", node.at(2))
     if high is None and low is not None:
-        return "clamp_min", (call.at(0), low), {}
-    return "clamp", (call.at(0), low, high), {}
+        return "clamp_min", (node.at(0), low), {}
+    return "clamp", (node.at(0), low, high), {}
 
 
-def _max(call: Call) -> Normalised:
-    return ("maximum" if len(call.inputs) == 2 else "max_of_many"), call.inputs, {}
+def _max(node: NodeReader) -> Neutral:
+    return ("maximum" if len(node.inputs) == 2 else "max_of_many"), node.inputs, {}
 
 
-def _sum(call: Call) -> Normalised:
-    return ("add" if len(call.inputs) == 2 else "sum_of_many"), call.inputs, {}
+def _sum(node: NodeReader) -> Neutral:
+    return ("add" if len(node.inputs) == 2 else "sum_of_many"), node.inputs, {}
 
 
-def _transpose(call: Call) -> Normalised:
-    order = call.attr("perm") or range(call.rank())[::-1]
-    return "permute", call.inputs[:1], {"order": tuple(order)}
+def _transpose(node: NodeReader) -> Neutral:
+    order = node.attr("perm") or range(node.rank())[::-1]
+    return "permute", node.inputs[:1], {"order": tuple(order)}
 
 
-def _slice(call: Call) -> Normalised:
-    starts = call.attr("starts") or call.ints(1) or ()
-    axes = call.axes(index=3) or tuple(range(len(starts)))
-    steps = call.ints(4) if call.at(4) is not None else (1,)  # a negative step turns the axis around
+def _slice(node: NodeReader) -> Neutral:
+    starts = node.attr("starts") or node.ints(1) or ()
+    axes = node.axes(index=3) or tuple(range(len(starts)))
+    steps = node.ints(4) if node.at(4) is not None else (1,)  # a negative step turns the axis around
     forward = steps is not None and min(steps) > 0
     if len(axes) == 1 and forward:
-        return "slice", call.inputs[:1], {"axis": axes[0]}
-    return "slices", call.inputs[:1], {}
+        return "slice", node.inputs[:1], {"axis": axes[0]}
+    return "slices", node.inputs[:1], {}
 
 
-def _gather(call: Call) -> Normalised:
-    data, axis, index = call.at(0), call.attr("axis", 0), call.at(1)
-    if data is not None and data.const_value is not None and axis == 0 and call.rank() == 2:
+def _gather(node: NodeReader) -> Neutral:
+    data, axis, index = node.at(0), node.attr("axis", 0), node.at(1)
+    if data is not None and data.const_value is not None and axis == 0 and node.rank() == 2:
         return "embedding", (data, index), {}
     if index is not None and index.shape is not None and not len(index.shape):
         return "slice", (data,), {"axis": axis, "drop": True}
-    return "gather", (data,), {"axes": (axis % max(1, call.rank()),)}
+    return "gather", (data,), {"axes": (axis % max(1, node.rank()),)}
 
 
-def _gather_nd(call: Call) -> Normalised:
-    index = call.at(1)
+def _gather_nd(node: NodeReader) -> Neutral:
+    index = node.at(1)
     depth = index.shape[-1] if index is not None and index.shape else 1
-    batch = call.attr("batch_dims", 0)
-    return "gather", call.inputs[:1], {"axes": tuple(range(batch + (depth if isinstance(depth, int) else 1)))}
+    batch = node.attr("batch_dims", 0)
+    return "gather", node.inputs[:1], {"axes": tuple(range(batch + (depth if isinstance(depth, int) else 1)))}
 
 
-def _pad(call: Call) -> Normalised:
+def _pad(node: NodeReader) -> Neutral:
     """Describe padding; with anything but zeros it adds values, and where it pads must be known."""
-    pads, rank, mode = call.attr("pads") or call.ints(1), call.rank(), call.attr("mode", "constant")
-    given = call.at(2)
+    pads, rank, mode = node.attr("pads") or node.ints(1), node.rank(), node.attr("mode", "constant")
+    given = node.at(2)
     tensor = ir.convenience.get_const_tensor(given) if given is not None else None
     zeros = given is None or (tensor is not None and not tensor.numpy().any())
-    if pads is None or not rank or call.at(3) is not None or call.attr("value", 0.0):
-        return "pad!", call.inputs, {}
+    if pads is None or not rank or node.at(3) is not None or node.attr("value", 0.0):
+        return "pad!", node.inputs, {}
     axes = {i % rank for i, n in enumerate(pads) if n}
-    return ("pad" if zeros or mode != "constant" else "pad_value"), call.inputs[:1], {"axes": tuple(sorted(axes))}
+    return ("pad" if zeros or mode != "constant" else "pad_value"), node.inputs[:1], {"axes": tuple(sorted(axes))}
 
 
-def _gemm(call: Call) -> Normalised:
-    x, weight, bias = call.at(0), call.at(1), call.at(2)
-    if call.attr("transA", 0) or call.attr("alpha", 1.0) != 1 or (bias is not None and call.attr("beta", 1.0) != 1):
-        return "gemm", call.inputs, {}
-    return ("linear" if call.attr("transB", 0) else "matmul"), (x, weight, bias), {}
+def _gemm(node: NodeReader) -> Neutral:
+    x, weight, bias = node.at(0), node.at(1), node.at(2)
+    if node.attr("transA", 0) or node.attr("alpha", 1.0) != 1 or (bias is not None and node.attr("beta", 1.0) != 1):
+        return "gemm", node.inputs, {}
+    return ("linear" if node.attr("transB", 0) else "matmul"), (x, weight, bias), {}
 
 
-def _conv(kind: str) -> Callable[[Call], Normalised]:
-    def rule(call: Call) -> Normalised:
-        padded = any(call.attr("pads") or ()) or str(call.attr("auto_pad", "NOTSET")).startswith("SAME")
-        return kind, (call.at(0), call.at(1), call.at(2)), {"padded": padded, "groups": call.attr("group", 1)}
+def _conv(kind: str) -> Callable[[NodeReader], Neutral]:
+    def rule(node: NodeReader) -> Neutral:
+        padded = any(node.attr("pads") or ()) or str(node.attr("auto_pad", "NOTSET")).startswith("SAME")
+        return kind, (node.at(0), node.at(1), node.at(2)), {"padded": padded, "groups": node.attr("group", 1)}
 
     return rule
 
 
-RULES: dict[str, Callable[[Call], Normalised]] = {
+RULES: dict[str, Callable[[NodeReader], Neutral]] = {
     "ReduceMean": _reduce("mean"), "ReduceSum": _reduce("sum"), "ReduceL2": _reduce("vector_norm", ord=2),
     "ReduceSumSquare": _reduce("sum_square"), "LayerNormalization": _layer_norm("layer_norm"),
     "RMSNormalization": _layer_norm("rms_norm"), "SimplifiedLayerNormalization": _layer_norm("rms_norm"),
@@ -199,12 +199,12 @@ RULES: dict[str, Callable[[Call], Normalised]] = {
 }  # fmt: skip
 
 
-def normalise(node: ir.Node) -> Normalised:
+def neutral(node: ir.Node) -> Neutral:
     """Return (neutral kind, operands, attributes) of a node; an operator without a rule keeps its name and inputs."""
-    call, name = Call(node), node.op_type
+    name = node.op_type
     if node.domain == CONTRIB:
         if name in QUANTISED:
-            return "linear", (call.at(0), None), {"quantised": True}
+            return "linear", (node.inputs[0] if node.inputs else None, None), {"quantised": True}
         return CONTRIB_SAME.get(name, name.lower()), node.inputs, {}
     if node.domain not in STANDARD:
         return f"{node.domain}.{name}", node.inputs, {}
@@ -215,5 +215,5 @@ def normalise(node: ir.Node) -> Normalised:
     if name in FIRST:
         return FIRST[name], node.inputs[:1], {}
     if name in RULES:
-        return RULES[name](call)
+        return RULES[name](NodeReader(node))
     return SAME.get(name, name.lower()), node.inputs, {}

@@ -84,13 +84,13 @@ class FxEditor:
         Piece.affine("shift", term, total).record(total)
         return total
 
-    def centre(self, x: fx.Node, axis: int) -> fx.Node:
+    def center(self, x: fx.Node, axis: int) -> fx.Node:
         """Return a new x - mean(x) over an axis, right behind `x`."""
         with self.after(x):
             mean = self.call(aten.mean.dim, (x, [axis], True), x)
             mean.meta["val"] = x.meta["val"].narrow(axis, 0, 1)
             end = self.call(aten.sub.Tensor, (x, mean), x)
-        Piece.centre(x, axis, end).record(end)
+        Piece.center(x, axis, end).record(end)
         return end
 
     def untie(self, linear: fx.Node, param: str, fresh: str) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import fx
 
+from ...compat.torch import OpOverload
 from ...detect.graph import Op, Operand, OpGraph, unchanged
-from .ops import normalise
+from .ops import Neutral, neutral
 
 aten = torch.ops.aten
-VARIANCES: dict[Any, Any] = {
+VARIANCES: dict[object, OpOverload] = {
     aten.var_mean.default: aten.var.default, aten.var_mean.dim: aten.var.dim,
     aten.var_mean.correction: aten.var.correction,
 }  # fmt: skip
@@ -27,7 +28,7 @@ def lift(module: fx.GraphModule) -> OpGraph:
     parameters: dict[str, str] = {}
     names = parameter_names(module)
 
-    def operand(value: Any) -> Operand:
+    def operand(value: object) -> Operand:
         if isinstance(value, fx.Node):
             name = alias.get(value.name, value.name)
             return name if name in ops else None
@@ -64,27 +65,31 @@ def parameter_names(module: torch.nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
-def _call(node: fx.Node, operand: Any) -> Op:
+def _call(node: fx.Node, operand: Callable[[object], Operand]) -> Op:
     value = node.meta["val"]
-    item = node.target is operator.getitem
-    kind, inputs, attrs = _item(node) if item else normalise(node.target, node.args, dict(node.kwargs))
+    is_item = node.target is operator.getitem
+    kind, inputs, attrs = _item(node) if is_item else neutral(node.target, node.args, dict(node.kwargs))
     flat: list[Operand] = []
     for item in inputs:
         flat += [operand(i) for i in item] if isinstance(item, (list, tuple)) else [operand(item)]
     if kind in NORMS and isinstance(value, (tuple, list)):
         value = value[0]
-    if kind == "cast" and not value.is_floating_point() and inputs[0].meta["val"].is_floating_point():
+    if kind == "cast" and not value.is_floating_point() and _is_float(inputs[0]):
         kind = "truncate"
     if isinstance(value, torch.Tensor):
         return Op(node.name, kind, tuple(flat), attrs, _shape(value), _dtype(value))
     return Op(node.name, kind, tuple(flat), attrs)
 
 
-def _item(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+def _is_float(value: object) -> bool:
+    return isinstance(value, fx.Node) and bool(value.meta["val"].is_floating_point())
+
+
+def _item(node: fx.Node) -> Neutral:
     """Describe one of an operator's several results; each of var_mean's two is a statistic of its own."""
     source, item = node.args
     if isinstance(source, fx.Node) and source.target in VARIANCES:
-        _, inputs, attrs = normalise(VARIANCES[source.target], source.args, dict(source.kwargs))
+        _, inputs, attrs = neutral(VARIANCES[source.target], source.args, dict(source.kwargs))
         return "mean" if item else "var", inputs, attrs
     return "getitem", (source,), {"item": item}
 

@@ -7,15 +7,20 @@ nothing is known of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import signature
-from typing import Any
+
+from torch import fx
 
 from ...compat.torch import operator_name, schema_of
 
-Normalised = tuple[str, tuple[Any, ...], dict[str, Any]]
-Rule = Callable[..., Normalised]
+Neutral = tuple[str, tuple[object, ...], dict[str, object]]
+Operand = fx.Node | float | None
+Dims = int | Sequence[int] | None
+Size = int | fx.Node | None
+"""A size or an index, which a dynamic shape makes a node."""
+Rule = Callable[..., Neutral]
 
 RESHAPE = {
     "view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy", "reshape_as",
@@ -33,7 +38,7 @@ NUMERIC = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_fo
 def _same(kind: str, *names: str) -> Rule:
     """Return the rule of an operator that is a function of these arguments alone."""
 
-    def rule(**given: Any) -> Normalised:
+    def rule(**given: object) -> Neutral:
         return kind, tuple(given[n] for n in names if n in given), {}
 
     rule.reads = frozenset(names)  # type: ignore[attr-defined]  # its signature does not tell them
@@ -43,18 +48,18 @@ def _same(kind: str, *names: str) -> Rule:
 def _first(kind: str) -> Rule:
     """Return the rule of an operator whose other arguments say how its first one is laid out or stored."""
 
-    def rule(self: Any = None, input: Any = None, **how: Any) -> Normalised:
+    def rule(self: Operand = None, input: Operand = None, **how: object) -> Neutral:
         return kind, (input if self is None else self,), {}
 
     return rule
 
 
-def _constant(**how: Any) -> Normalised:
+def _constant(**how: object) -> Neutral:
     return "const", (), {}
 
 
 def _reduce(kind: str) -> Rule:
-    def rule(self: Any, dim: Any = None, keepdim: bool = False) -> Normalised:
+    def rule(self: fx.Node, dim: Dims = None, keepdim: bool = False) -> Neutral:
         return kind, (self,), {"axes": _dims(dim), "keepdim": keepdim}
 
     return rule
@@ -62,97 +67,109 @@ def _reduce(kind: str) -> Rule:
 
 def _spread(kind: str) -> Rule:
     def rule(
-        self: Any, dim: Any = None, unbiased: bool = True, correction: Any = None, keepdim: bool = False
-    ) -> Normalised:
+        self: fx.Node, dim: Dims = None, unbiased: bool = True, correction: int | None = None, keepdim: bool = False
+    ) -> Neutral:
         correction = int(unbiased) if correction is None else correction
         return kind, (self,), {"axes": _dims(dim), "keepdim": keepdim, "correction": correction}
 
     return rule
 
 
-def _dims(dims: Any) -> tuple[int, ...] | None:
+def _dims(dims: Dims) -> tuple[int, ...] | None:
     if isinstance(dims, int):
         return (dims,)
     return tuple(dims) if dims else None
 
 
-def _vector_norm(self: Any, ord: Any = 2, p: Any = None, dim: Any = None, keepdim: bool = False) -> Normalised:
+def _vector_norm(self: fx.Node, ord: object = 2, p: object = None, dim: Dims = None, keepdim: bool = False) -> Neutral:
     return "vector_norm", (self,), {"ord": ord if p is None else p, "axes": _dims(dim), "keepdim": keepdim}
 
 
-def _linalg_norm(self: Any, ord: Any = None, dim: Any = None, keepdim: bool = False) -> Normalised:
+def _linalg_norm(self: fx.Node, ord: object = None, dim: Dims = None, keepdim: bool = False) -> Neutral:
     """Describe one over a single axis, which is a vector's; over two it is a matrix's."""
     kind = "vector_norm" if len(_dims(dim) or ()) == 1 else "linalg_norm"
     return kind, (self,), {"ord": 2 if ord is None else ord, "axes": _dims(dim), "keepdim": keepdim}
 
 
-def _layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, **how: Any) -> Normalised:
+def _layer_norm(
+    input: fx.Node, normalized_shape: Sequence[int], weight: Operand, bias: Operand, eps: float, **how: object
+) -> Neutral:
     return "layer_norm", (input, weight, bias), {"axes": len(normalized_shape), "eps": eps}
 
 
-def _rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: float | None) -> Normalised:
+def _rms_norm(input: fx.Node, normalized_shape: Sequence[int], weight: Operand, eps: float | None) -> Neutral:
     default = 2**-52 if str(input.meta["val"].dtype) == "torch.float64" else 2**-23  # half precision has float32's too
     return "rms_norm", (input, weight, None), {"axes": len(normalized_shape), "eps": default if eps is None else eps}
 
 
-def _batch_norm(input: Any, weight: Any, bias: Any, eps: float, training: bool = False, **how: Any) -> Normalised:
+def _batch_norm(
+    input: fx.Node, weight: Operand, bias: Operand, eps: float, training: bool = False, **how: object
+) -> Neutral:
     stored = how["running_mean"], how["running_var"]
     return ("batch_norm!" if training else "batch_norm"), (input, weight, bias, *stored), {"eps": eps}
 
 
-def _group_norm(input: Any, num_groups: int, weight: Any, bias: Any, eps: float, **how: Any) -> Normalised:
+def _group_norm(input: fx.Node, num_groups: int, weight: Operand, bias: Operand, eps: float, **how: object) -> Neutral:
     return "group_norm", (input, weight, bias), {"groups": num_groups, "eps": eps}
 
 
-def _instance_norm(input: Any, weight: Any, bias: Any, eps: float, use_input_stats: bool, **how: Any) -> Normalised:
+def _instance_norm(
+    input: fx.Node, weight: Operand, bias: Operand, eps: float, use_input_stats: bool, **how: object
+) -> Neutral:
     """Describe one by statistics of the input; by stored ones it is a batch norm."""
     if use_input_stats:
         return "instance_norm", (input, weight, bias), {"eps": eps}
-    return _batch_norm(input, weight, bias, eps, **how)
+    return _batch_norm(input, weight, bias, eps, False, **how)
 
 
 def _convolution(
-    input: Any, weight: Any, bias: Any, padding: Any, groups: int, transposed: bool = False, **how: Any
-) -> Normalised:
+    input: fx.Node,
+    weight: Operand,
+    bias: Operand,
+    padding: Sequence[int] | str,
+    groups: int,
+    transposed: bool = False,
+    **how: object,
+) -> Neutral:
     padded = padding != "valid" and (isinstance(padding, str) or any(_dims(padding) or ()))
     kind = "conv_transpose" if transposed else "conv"
     return kind, (input, weight, bias), {"padded": padded, "groups": groups}
 
 
-def _permute(self: Any, dims: Any) -> Normalised:
+def _permute(self: fx.Node, dims: Sequence[int]) -> Neutral:
     return "permute", (self,), {"order": tuple(dims)}
 
 
-def _transpose(self: Any, dim0: int = -2, dim1: int = -1) -> Normalised:
+def _transpose(self: fx.Node, dim0: int = -2, dim1: int = -1) -> Neutral:
     return "permute", (self,), {"swap": (dim0, dim1)}
 
 
-def _turned_vector(self: Any) -> Normalised:
+def _turned_vector(self: fx.Node) -> Neutral:
     """Describe x.t(): of a vector it is the vector."""
     return _transpose(self) if _rank(self) == 2 else ("alias", (self,), {})
 
 
-def _addmm(self: Any, mat1: Any, mat2: Any) -> Normalised:
+def _addmm(self: fx.Node, mat1: Operand, mat2: Operand) -> Neutral:
     return "matmul", (mat1, mat2, self), {}
 
 
-def _slice(self: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Normalised:
+def _slice(self: fx.Node, dim: int = 0, start: Size = None, end: Size = None, step: Size = 1) -> Neutral:
     known = all(v is None or isinstance(v, int) for v in (start, end, step))
     return "slice", (self,), {"axis": dim, **({"cut": (start, end, step)} if known else {})}
 
 
-def _narrow(self: Any, dim: int, start: Any, length: Any) -> Normalised:
+def _narrow(self: fx.Node, dim: int, start: Size, length: Size) -> Neutral:
     if not (isinstance(start, int) and isinstance(length, int)):
         return "slice", (self,), {"axis": dim}
     to_the_end = start < 0 and start + length == 0
     return _slice(self, dim, start, None if to_the_end else start + length)
 
 
-def _select(self: Any, dim: int, index: Any) -> Normalised:
+def _select(self: fx.Node, dim: int, index: Size) -> Neutral:
     return "slice", (self,), {"axis": dim, "drop": True, "at": index}
 
 
-def _index(self: Any, indices: Any) -> Normalised:
+def _index(self: fx.Node, indices: Sequence[fx.Node | None]) -> Neutral:
     """Describe x[i, :, mask]: a mask stands for as many axes as it has."""
     axes, at = list[int](), 0
     for index in indices:
@@ -162,49 +179,49 @@ def _index(self: Any, indices: Any) -> Normalised:
     return _picked(self, tuple(axes), *indices)
 
 
-def _index_select(self: Any, dim: int, index: Any) -> Normalised:
+def _index_select(self: fx.Node, dim: int, index: fx.Node) -> Neutral:
     return _picked(self, (dim % max(1, _rank(self)),), index)
 
 
-def _picked(self: Any, axes: tuple[int, ...], *indices: Any) -> Normalised:
+def _picked(self: fx.Node, axes: tuple[int, ...], *indices: fx.Node | None) -> Neutral:
     """Describe picking by indices, which are no operands; rows of a table that data name are an embedding."""
     if axes == (0,) and _rank(self) == 2 and self.op == "get_attr":
         return "embedding", (self, indices[0]), {}
     return "gather", (self,), {"axes": axes}
 
 
-def _gather(self: Any, dim: int, index: Any) -> Normalised:
+def _gather(self: fx.Node, dim: int, index: fx.Node) -> Neutral:
     """Name torch.gather, which picks each element by its own index, apart from picking whole slices."""
     return "gather_elements", (self, index), {}
 
 
-def _repeat_interleave(repeats: Any, self: Any = None, dim: Any = None, **how: Any) -> Normalised:
+def _repeat_interleave(repeats: Operand, self: fx.Node | None = None, dim: int | None = None, **how: object) -> Neutral:
     if self is None or dim is None:
         return "repeat_interleave", (self, repeats), {}
     return "gather", (self,), {"axes": (dim % max(1, _rank(self)),)}
 
 
-def _clamp(self: Any, min: Any = None, max: Any = None) -> Normalised:
+def _clamp(self: fx.Node, min: Operand = None, max: Operand = None) -> Neutral:
     return ("clamp_min", (self, min), {}) if max is None else ("clamp", (self, min, max), {})
 
 
 def _turned(kind: str) -> Rule:
     """Return the rule of an operator that moves elements along some axes; along all of them, flattened, if none."""
 
-    def rule(self: Any, dims: Any = (), shifts: Any = None) -> Normalised:
+    def rule(self: fx.Node, dims: Sequence[int] = (), shifts: object = None) -> Neutral:
         rank = _rank(self)
         return (kind, (self,), {"axes": tuple(d % rank for d in dims)}) if dims else (f"{kind}_flat", (self,), {})
 
     return rule
 
 
-def _pad(self: Any, pad: Any, value: Any = 0, mode: str = "constant") -> Normalised:
+def _pad(self: fx.Node, pad: Sequence[Size], value: Operand = 0, mode: str = "constant") -> Neutral:
     rank = _rank(self)
     axes = tuple(rank - 1 - i // 2 for i, n in enumerate(pad) if not isinstance(n, int) or n)
     return ("pad_value" if mode == "constant" and value else "pad"), (self,), {"axes": tuple(dict.fromkeys(axes))}
 
 
-def _rank(node: Any) -> int:
+def _rank(node: fx.Node) -> int:
     return int(node.meta["val"].dim())
 
 
@@ -237,7 +254,7 @@ def _reads(rule: Rule) -> tuple[frozenset[str], bool]:
     return getattr(rule, "reads", frozenset(names)), "how" in names
 
 
-def normalise(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Normalised:
+def neutral(target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Neutral:
     """Return (neutral kind, operands, attributes) of a call.
 
     Operands are nodes or numbers; shape-only arguments are left out. A call that no rule accounts for keeps the
@@ -246,7 +263,7 @@ def normalise(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Nor
     name, schema = operator_name(target) or str(target), schema_of(target)
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
-    own: Normalised = (name, (*args, *kwargs.values()), {})
+    own: Neutral = (name, (*args, *kwargs.values()), {})
     rule = RULES.get(name) if schema is not None and schema.name.startswith("aten::") else None
     if rule is None or schema is None:
         return own

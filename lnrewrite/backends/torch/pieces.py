@@ -50,7 +50,7 @@ class Piece:
         return cls(name, (("is", "affine"), (leaf, shape)), entry.name, _names({leaf: param}))
 
     @classmethod
-    def centre(cls, x: fx.Node, axis: int, entry: fx.Node) -> Self:
+    def center(cls, x: fx.Node, axis: int, entry: fx.Node) -> Self:
         """Return the record of a subtracted mean."""
         return cls(f"{x.name}_centre", (("is", "centre"), *_axis(axis)), entry.name)
 
