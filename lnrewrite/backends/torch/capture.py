@@ -7,7 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,13 @@ from ...quiet import untraced
 from ..inputs import resized
 from .checked import check, others, run
 from .fixed import drop_settled, fixed_paths, mark, other_path, read_by
-from .module import CapturedModule, unlift
+from .module import Args, CapturedModule, Kwargs, unlift
 
 TANGLED = 300
+Axes = Mapping[int, object] | None
+"""The dynamic axes of one tensor."""
+Shapes = Mapping[str, object] | Sequence[object] | None
+"""Dynamic shapes as torch.export takes them."""
 CHOSEN = "what torch.export found at the example inputs"
 
 
@@ -32,18 +36,18 @@ class Capture:
     """Hold a captured module with the inputs it was captured with, and what a user should know about it."""
 
     module: CapturedModule
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     notes: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = field(default=())
 
 
 def capture_module(
     module: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    children: Callable[[Any, Any], Sequence[str]] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    dynamic_shapes: Shapes = None,
+    children: Callable[[Args, Kwargs], Sequence[str]] | None = None,
 ) -> Capture:
     """Capture a module in eval mode, on its own device and dtype.
 
@@ -100,7 +104,7 @@ def from_program(program: ExportedProgram) -> Capture:
     return Capture(captured, *kept, dynamic=tuple(sorted(_symbols(captured))))
 
 
-def _are_of(module: CapturedModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+def _are_of(module: CapturedModule, inputs: tuple[Args, Kwargs]) -> bool:
     """Return whether inputs nest as a graph's do, with tensors of its dtypes and numbers of axes."""
 
     def alike(a: TreeSpec, b: TreeSpec) -> bool:
@@ -116,11 +120,11 @@ def _are_of(module: CapturedModule, inputs: tuple[tuple[Any, ...], dict[str, Any
     return tensors == [(t.dtype, t.dim()) for t in _placeholders(module)]
 
 
-def export_again(module: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+def export_again(module: CapturedModule, args: Args, kwargs: Kwargs) -> ExportedProgram:
     """Export a captured (and edited) module with the dimensions dynamic that its placeholders have dynamic."""
     leaves = iter(_placeholders(module))
 
-    def axes(value: Any) -> Any:
+    def axes(value: object) -> Axes:
         if not isinstance(value, torch.Tensor):
             return None
         return {i: Dim.AUTO for i, d in enumerate(next(leaves).shape) if not isinstance(d, int)}
@@ -160,7 +164,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             module.train(was[module])
 
 
-def dry(module: nn.Module) -> Any:
+def dry(module: nn.Module) -> AbstractContextManager[object]:
     """Return what a module without weights (on the meta device) runs under: sizes alone, and it is told so."""
     empty = any(p.is_meta for p in module.parameters())
     return FakeTensorMode(allow_non_fake_inputs=True) if empty else nullcontext()
@@ -200,35 +204,39 @@ def _apart() -> Callable[[torch.Tensor], torch.Tensor]:
     return own
 
 
-def _two_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _two_rows(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Repeat a batch of one: torch.export takes a size of 1 for a constant."""
     tensors = [t for t in tensors_in((args, kwargs)) if t.dim()]
     if not tensors or any(t.shape[0] != 1 for t in tensors):
         return args, kwargs
-    twice: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+    twice: tuple[Args, Kwargs] = pytree.tree_map_only(
         torch.Tensor, lambda t: torch.cat([t, t]) if t.dim() else t, (args, kwargs)
     )
     return twice
 
 
-Trace = Callable[[Any], CapturedModule]
+Trace = Callable[[Shapes], CapturedModule]
 """Capture a module with dynamic shapes as torch.export takes them; raises what torch.export raises."""
 
 
 def _any_way(
-    module: nn.Module, args: Any, kwargs: Any, children: tuple[str, ...], made: Callable[[Trace], CapturedModule]
+    module: nn.Module,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    children: tuple[str, ...],
+    made: Callable[[Trace], CapturedModule],
 ) -> CapturedModule:
     """Capture a module as it is, else on the path that its data take, else by draft_export at fixed sizes."""
     names, frozen = _names(module), _frozen(module)
 
-    def trace(shapes: Any, export: Callable[..., ExportedProgram] = torch.export.export) -> CapturedModule:
-        kept: dict[str, Any] = {"strict": False, "preserve_module_call_signature": children}
+    def trace(shapes: Shapes, export: Callable[..., ExportedProgram] = torch.export.export) -> CapturedModule:
+        kept: dict[str, object] = {"strict": False, "preserve_module_call_signature": children}
         return unlift(export(module, args, kwargs, dynamic_shapes=shapes, **kept), names, frozen)
 
-    def on_path(shapes: Any) -> CapturedModule:
-        def replayed(*given: Any, **how: Any) -> ExportedProgram:
+    def on_path(shapes: Shapes) -> CapturedModule:
+        def replayed(module: nn.Module, *given: Any, **how: Any) -> ExportedProgram:
             with reads.replay():
-                return torch.export.export(*given, **how)
+                return torch.export.export(module, *given, **how)
 
         captured = trace(shapes, replayed)
         drop_settled(captured)
@@ -251,7 +259,7 @@ def _any_way(
         return captured
 
 
-def _auto(value: Any) -> Any:
+def _auto(value: object) -> Axes:
     """Mark batch and sequence of a tensor as dynamic where torch.export finds that they can be."""
     if not isinstance(value, torch.Tensor) or not value.dim():
         return None
@@ -260,8 +268,8 @@ def _auto(value: Any) -> Any:
 
 def _dynamic(
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     notes: list[str],
     trace: Trace,
 ) -> CapturedModule:
@@ -300,7 +308,7 @@ def _tangled(captured: CapturedModule) -> int:
     return sum(any("Mod(" in str(d) for d in shape) for shape in shapes)
 
 
-def holds(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def holds(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> bool:
     """Run both at a second size of every dynamic axis, on other values where it takes them; say whether they agree."""
     if not _symbols(captured) or any(t.is_meta for t in module.parameters()):
         return True
@@ -327,12 +335,12 @@ def _symbols(captured: CapturedModule) -> set[str]:
     return {str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}
 
 
-def _resized(captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any], other: Any) -> tuple[Any, Any]:
+def _resized(captured: CapturedModule, args: Args, kwargs: Kwargs, other: Callable[[int], int]) -> tuple[Args, Kwargs]:
     """Return the inputs with every dynamic axis at another size: rows repeated or cut off."""
     s = captured.signature
     shapes = dict(zip((*s.positional, *s.keywords), _placeholders(captured), strict=False))
 
-    def resize(name: str, value: Any) -> Any:
+    def resize(name: str, value: object) -> object:
         if not isinstance(value, torch.Tensor) or name not in shapes:
             return value
         shape = list(value.shape)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from ...compat.torch import pytree, tensors_in
 from ...errors import Code, LnrewriteError, words
 from ..outputs import Outputs, apart
 from .fixed import fixed_paths, mark, other_path
-from .module import CapturedModule
+from .module import Args, CapturedModule, Kwargs
 from .widened import Float64, in_float64
 
 SAME = 1e-4
@@ -30,7 +29,7 @@ KEPT = ("mask", "type", "segment", "position")
 FACTORS = (-1.0, 3.0, 0.3, -3.0)
 
 
-def check(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def check(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> list[str]:
     """Run a module and what was captured of it on other inputs: mark in the graph that they differ; return notes.
 
     Raises LnrewriteError LN023 where a program whose path is fixed is not the module on its own example inputs.
@@ -52,7 +51,7 @@ def check(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kw
     return []
 
 
-def _wrong(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _wrong(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> str:
     """Return what is wrong with a program on the inputs that it was captured with; empty where nothing is."""
     try:
         run(captured, args, kwargs)
@@ -63,7 +62,7 @@ def _wrong(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], k
     return f"its outputs are {apart:.1e} (relative) from the module's" if apart else ""
 
 
-def _apart(module: nn.Module, captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+def _apart(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> float | None:
     """Return how far apart their outputs are, relative; 0 where that is rounding, or one of them takes no such inputs.
 
     None where the module differs from itself.
@@ -92,7 +91,7 @@ def _wide(module: nn.Module) -> nn.Module:
     return in_float64(module)
 
 
-def run(module: nn.Module, args: Any, kwargs: Any, *, wide: bool = False, seed: int = 0) -> Outputs:
+def run(module: nn.Module, args: Args, kwargs: Kwargs, *, wide: bool = False, seed: int = 0) -> Outputs:
     """Return the tensors that a module gives; what it draws at random depends on the seed alone."""
     if wide:
         args, kwargs = pytree.tree_map_only(
@@ -104,9 +103,7 @@ def run(module: nn.Module, args: Any, kwargs: Any, *, wide: bool = False, seed: 
     return [t.detach() for t in tensors_in(outputs)]
 
 
-def others(
-    captured: CapturedModule, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def others(captured: CapturedModule, args: Args, kwargs: Kwargs, count: int) -> Iterator[tuple[Args, Kwargs]]:
     """Yield inputs like the given ones: their values in another order, numbers multiplied by a factor too.
 
     A mask of ones hides the last column.
@@ -114,7 +111,7 @@ def others(
     for seed, factor in enumerate(FACTORS[:count]):
         draw = torch.Generator().manual_seed(seed)
 
-        def other(name: str, value: Any, draw: torch.Generator = draw, factor: float = factor) -> Any:
+        def other(name: str, value: object, draw: torch.Generator = draw, factor: float = factor) -> object:
             if not isinstance(value, torch.Tensor) or value.is_complex():
                 return value
             if any(word in name for word in KEPT):

@@ -11,8 +11,9 @@ from __future__ import annotations
 import linecache
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import fx, nn
@@ -26,7 +27,7 @@ TORCHS = "Runtime assertion failed"  # of a graph that torch.export specialised
 ASSERT = torch.ops.aten._assert_async.msg
 ITEM = torch.Tensor.item
 BOOL = torch.Tensor.__bool__
-READS: dict[Any, Any] = {
+READS: dict[Callable[..., object], Callable[..., object]] = {
     **{f: f for f in (BOOL, ITEM, torch.Tensor.tolist, torch.Tensor.numpy)},
     **{f: f for f in (torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.__float__)},
     assert_true: BOOL,
@@ -40,7 +41,7 @@ class Reads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.values: dict[tuple[str, str], list[Any]] = {}
+        self.values: dict[tuple[str, str], list[object]] = {}
         self.seen: Counter[tuple[str, str]] | None = None
 
     def replay(self) -> Self:
@@ -48,12 +49,18 @@ class Reads(TorchFunctionMode):
         self.seen = Counter()
         return self
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func not in READS or not isinstance(args[0], torch.Tensor):
             return func(*args, **(kwargs or {}))
         return self.read(READS[func], args[0], _line())
 
-    def read(self, func: Any, tensor: torch.Tensor, where: str) -> Any:
+    def read(self, func: Callable[..., object], tensor: torch.Tensor, where: str) -> object:
         """Return what a line reads: a single number of floating point as a tensor, which can be followed further."""
         if func is torch.Tensor.tolist:
             return [self.read(func, t, where) for t in tensor] if tensor.dim() else self.read(ITEM, tensor, where)
@@ -73,7 +80,7 @@ class Reads(TorchFunctionMode):
         return value
 
 
-def _holds(tensor: torch.Tensor, value: Any) -> torch.Tensor:
+def _holds(tensor: torch.Tensor, value: object) -> torch.Tensor:
     """Return whether a tensor reads as a value, as a tensor."""
     if isinstance(value, bool):
         return (tensor != 0).reshape(()) if value else (tensor == 0).reshape(())
@@ -94,7 +101,7 @@ def _line() -> str:
     return f"{'' if checks else FIXED}`{line:.80}` ({Path(name).name}:{number})"
 
 
-def read_by(module: nn.Module, args: Any, kwargs: Any) -> Reads:
+def read_by(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Reads:
     """Run a module and return what it reads; nothing where it does not run."""
     reads = Reads()
     try:

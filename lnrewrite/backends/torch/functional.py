@@ -8,17 +8,16 @@ views in other words. `respell` writes those words itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 
 from ...compat.torch import HigherOrderOperator, OpOverload, operator_name, schema_of
-from .sums import SUMS
+from .sums import SUMS, Spelled, node_of
 
 aten = torch.ops.aten
-Spelling = Callable[[fx.Node], Any]
+Spelling = Callable[[fx.Node], Spelled]
 """Return the target, arguments and keywords of the operator that a node means; None where it is its first argument."""
 
 # Operators that return a view of their first argument and are read under their own names.
@@ -63,9 +62,9 @@ def respell(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(lambda node: node.op == "get_attr" or node.is_impure())  # unused parameters stay
 
 
-def _cast(node: fx.Node) -> Any:
+def _cast(node: fx.Node) -> Spelled:
     """x.to(dtype or device): a copy, or x itself where it is there already."""
-    x: Any = node.args[0]
+    x = node_of(node.args[0])
     held, value = x.meta["val"], node.meta["val"]
     if (held.dtype, held.device) == (value.dtype, value.device):
         return None
@@ -73,27 +72,27 @@ def _cast(node: fx.Node) -> Any:
     return aten._to_copy.default, (x,), {"dtype": value.dtype, **moved}
 
 
-def _copy(node: fx.Node) -> Any:
+def _copy(node: fx.Node) -> Spelled:
     return aten.clone.default, node.args[:1], {}
 
 
-def _chunk(node: fx.Node) -> Any:
+def _chunk(node: fx.Node) -> Spelled:
     """chunk(x, n, dim): a split into parts of the first part's size, where that is a number."""
-    dim: Any = node.args[2] if len(node.args) > 2 else 0
+    dim = node.args[2] if len(node.args) > 2 else 0
     size = node.meta["val"][0].shape[dim]
     return (aten.split.Tensor, (node.args[0], size, dim), {}) if isinstance(size, int) else (node.target, node.args, {})
 
 
-def _reversed(node: fx.Node) -> Any:
-    x: Any = node.args[0]
+def _reversed(node: fx.Node) -> Spelled:
+    x = node_of(node.args[0])
     return aten.permute.default, (x, list(range(x.meta["val"].dim()))[::-1]), {}
 
 
-def _turned(node: fx.Node) -> Any:
+def _turned(node: fx.Node) -> Spelled:
     return aten.transpose.int, (node.args[0], -2, -1), {}
 
 
-SPELLINGS: dict[Any, Spelling] = {
+SPELLINGS: dict[fx.node.Target, Spelling] = {
     **SUMS,
     **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other), _cast),
     **dict.fromkeys((aten.contiguous.default, aten.lift_fresh_copy.default), _copy),

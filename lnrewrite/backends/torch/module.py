@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
-from torch.export.graph_signature import TensorArgument
+from torch.export import ExportedProgram, ModuleCallSignature
+from torch.export.graph_signature import ArgumentSpec, TensorArgument
 
 from ...compat.torch import TreeSpec, input_tree, operator_name, output_tree, pytree, set_trees
 from ...ir.inputs import Input, role_of
@@ -19,6 +19,9 @@ from .functional import functional, respell
 
 DROPOUT = torch.ops.aten.dropout.default
 CLONE = torch.ops.aten.clone.default
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+"""What a module is called with."""
 COPIES = {"to", "contiguous", "detach", "alias"}
 VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
@@ -35,7 +38,7 @@ class Signature:
     names: tuple[str, ...]
     positional: tuple[str, ...]
     keywords: tuple[str, ...]
-    constants: Mapping[str, Any]
+    constants: Mapping[str, object]
     frozen: str = ""
 
 
@@ -48,7 +51,7 @@ class CapturedModule(fx.GraphModule):
         found: Signature = self.meta["lnrewrite"]
         return found
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the model: positional and keyword inputs as the original took them, constants may be left out."""
         s = self.signature
         given = {**dict(zip(s.names, args, strict=False)), **kwargs}
@@ -62,7 +65,7 @@ class CapturedModule(fx.GraphModule):
         self.fits(pytree.tree_leaves([given[n] for n in wanted]))
         return super().__call__(*(given[n] for n in s.positional), **{n: given[n] for n in s.keywords})
 
-    def fits(self, values: list[Any]) -> None:
+    def fits(self, values: Sequence[object]) -> None:
         """Raise ValueError where an input has another size than the captured one along an axis that is fixed."""
         for like, value in zip(self.leaves, values, strict=False):
             if like is not None and isinstance(value, torch.Tensor) and like.misfit(value.shape):
@@ -98,7 +101,7 @@ def input_of(name: str, like: object) -> Input | None:
     return Input(name, dtype, dims, tuple(d if isinstance(d, int) else 0 for d in dims), role_of(name, dtype))
 
 
-def _repeats(constant: Any, value: Any) -> bool:
+def _repeats(constant: object, value: object) -> bool:
     return value is None or (not isinstance(value, torch.Tensor) and bool(value == constant))
 
 
@@ -137,13 +140,13 @@ class Called:
     """Hold what entered and left a submodule: trees of values, and their names in the graph (None: no tensor there)."""
 
     path: str
-    in_spec: Any
-    out_spec: Any
+    in_spec: TreeSpec
+    out_spec: TreeSpec
     inputs: tuple[str | None, ...]
     outputs: tuple[str | None, ...]
 
 
-def _take_calls(program: ExportedProgram) -> list[tuple[str, Any]]:
+def _take_calls(program: ExportedProgram) -> list[tuple[str, ModuleCallSignature]]:
     """Take the signatures of submodules out of a program: decomposing it fails where it loses a name they hold."""
     entries = [e for e in program.module_call_graph if e.fqn and e.signature and "@" not in e.fqn]
     found = [(e.fqn, e.signature) for e in entries]
@@ -152,20 +155,20 @@ def _take_calls(program: ExportedProgram) -> list[tuple[str, Any]]:
     return found
 
 
-def _renamed(calls: list[tuple[str, Any]], before: fx.Graph, after: fx.Graph) -> tuple[Called, ...]:
+def _renamed(calls: list[tuple[str, ModuleCallSignature]], before: fx.Graph, after: fx.Graph) -> tuple[Called, ...]:
     """Name the values of submodules' signatures as a functional graph does, which drops copies that copy nothing."""
     now = {n.meta["from_node"][-1].name if n.meta.get("from_node") else n.name: n.name for n in after.nodes}
     for node in before.nodes:
         if node.name not in now and node.op == "call_function" and operator_name(node.target) in COPIES:
             now[node.name] = now.get(node.args[0].name, "")
 
-    def names(arguments: Any) -> tuple[str | None, ...]:
+    def names(arguments: Iterable[ArgumentSpec]) -> tuple[str | None, ...]:
         return tuple(now.get(a.name) or None if isinstance(a, TensorArgument) else None for a in arguments)
 
     return tuple(Called(path, s.in_spec, s.out_spec, names(s.inputs), names(s.outputs)) for path, s in calls)
 
 
-def _dropout_rate(node: fx.Node, rates: Mapping[str, Any]) -> float | None:
+def _dropout_rate(node: fx.Node, rates: Mapping[str, float]) -> float | None:
     """Return the rate of the dropout that a copy stands for, by the node's provenance."""
     if node.target is not CLONE:
         return None
@@ -182,9 +185,9 @@ def _drop_constants(module: fx.GraphModule, names: tuple[str, ...], frozen: str)
     """Take inputs that are no tensors out of the graph and its calling convention."""
     placeholders = iter([n for n in module.graph.nodes if n.op == "placeholder"])
     args_spec, kwargs_spec = input_tree(module).children()
-    constants: dict[str, Any] = {}
+    constants: dict[str, object] = {}
 
-    def keeps(name: str, spec: Any) -> bool:
+    def keeps(name: str, spec: TreeSpec) -> bool:
         nodes = [next(placeholders) for _ in range(spec.num_leaves)]
         if nodes and any(isinstance(n.meta.get("val"), torch.Tensor) for n in nodes):
             return True

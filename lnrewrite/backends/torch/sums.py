@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
+from torch.fx.node import Argument, Target
+
+from ...compat.torch import OpOverload
 
 aten = torch.ops.aten
-Spelled = tuple[Any, tuple[Any, ...], dict[str, Any]] | None
+Spelled = tuple[Target, tuple[Argument, ...], dict[str, Argument]] | None
+"""A call's target, arguments and keywords."""
 
 
-def made(node: Any, target: Any, *args: Any) -> fx.Node:
+def node_of(value: object) -> fx.Node:
+    """Return an argument that is a node, as one."""
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def made(node: fx.Node, target: OpOverload, *args: Argument) -> fx.Node:
     """Return a new call right before `node`, in the same module; neither stands as such at a line of the source."""
     with node.graph.inserting_before(node):
-        call: fx.Node = node.graph.call_function(target, args)
+        call = node.graph.call_function(target, args)
     call.meta = {**node.meta, "custom": dict(node.meta.get("custom") or {})}
     for each in (node, call):
         each.meta.pop("stack_trace", None)
@@ -23,68 +33,73 @@ def made(node: Any, target: Any, *args: Any) -> fx.Node:
     return call
 
 
-def _plus(node: Any, x: Any, *terms: Any) -> Spelled:
+def _plus(node: fx.Node, x: Argument, *terms: Argument) -> Spelled:
     """Spell a node as x plus terms."""
     for term in terms[:-1]:
         x = made(node, aten.add.Tensor, x, term)
     return aten.add.Tensor, (x, terms[-1]), {}
 
 
-def _times(node: Any, value: Any, by: Any) -> Any:
+def _times(node: fx.Node, value: Argument, by: Argument) -> Argument:
     return value if by == 1 else made(node, aten.mul.Tensor, value, by)
 
 
-def _same(node: Any) -> Spelled:
+def _same(node: fx.Node) -> Spelled:
     return node.target, node.args, node.kwargs
 
 
-def add(node: Any) -> Spelled:
+def add(node: fx.Node) -> Spelled:
     """x + alpha f; and 0 + x, where Python's sum begins."""
     (x, f), alpha = node.args, node.kwargs.get("alpha", 1)
-    if isinstance(f, int | float) and f == 0 and node.meta["val"].dtype == x.meta["val"].dtype:
+    if isinstance(f, int | float) and f == 0 and node.meta["val"].dtype == node_of(x).meta["val"].dtype:
         return None
     return _plus(node, x, _times(node, f, alpha)) if alpha != 1 and isinstance(f, fx.Node) else _same(node)
 
 
-def lerp(node: Any) -> Spelled:
+def lerp(node: fx.Node) -> Spelled:
     """x + w (f - x) = (1 - w) x + w f."""
     x, f, w = node.args
-    rest = made(node, aten.rsub.Scalar, w, 1) if isinstance(w, fx.Node) else 1 - w
+    rest = 1 - w if isinstance(w, int | float) else made(node, aten.rsub.Scalar, w, 1)
     return _plus(node, _times(node, x, rest), _times(node, f, w))
 
 
-def product(node: Any) -> Spelled:
+def product(node: fx.Node) -> Spelled:
     """x + value a b, or x + value a / b."""
     x, a, b = node.args
     operator = aten.mul.Tensor if node.target is aten.addcmul.default else aten.div.Tensor
     return _plus(node, x, _times(node, made(node, operator, a, b), node.kwargs.get("value", 1)))
 
 
-def matrices(node: Any) -> Spelled:
+def matrices(node: fx.Node) -> Spelled:
     """beta x + alpha a @ b; a vector x is the bias of a linear map."""
     x, a, b = node.args
-    if x.meta["val"].shape != node.meta["val"].shape:
+    if node_of(x).meta["val"].shape != node.meta["val"].shape:
         return _same(node)
     found = made(node, aten.mm.default if node.target is aten.addmm.default else aten.bmm.default, a, b)
     beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
     return _plus(node, _times(node, x, beta), _times(node, found, alpha))
 
 
-def stacked(node: Any) -> Spelled:
+def _axes(dims: Argument, rank: int) -> list[int]:
+    """Return axes counted from the front."""
+    return [d % rank for d in dims if isinstance(d, int)] if isinstance(dims, Sequence) else []
+
+
+def stacked(node: fx.Node) -> Spelled:
     """stack([x, f], d).sum(d), or its mean."""
     stack, dims, *rest = node.args
     if not isinstance(stack, fx.Node) or stack.target is not aten.stack.default or rest or node.kwargs:
         return _same(node)
-    args: Any = stack.args
-    (terms, *at), rank = args, stack.meta["val"].dim()
-    if [d % rank for d in dims or ()] != [(at or [0])[0] % rank] or stack.kwargs or len(stack.users) > 1:
+    (held, *at), rank = stack.args, stack.meta["val"].dim()
+    if _axes(dims, rank) != _axes(at or [0], rank) or stack.kwargs or len(stack.users) > 1:
         return _same(node)
+    terms = list(held) if isinstance(held, Sequence) else []
     if node.target is aten.mean.dim:
         terms = [made(node, aten.div.Tensor, term, len(terms)) for term in terms]
     return _plus(node, *terms) if len(terms) > 1 else _same(node)
 
 
-SUMS = {
+SUMS: dict[Target, Callable[[fx.Node], Spelled]] = {
     aten.add.Tensor: add, aten.lerp.Scalar: lerp, aten.lerp.Tensor: lerp, aten.addcmul.default: product,
     aten.addcdiv.default: product, aten.addmm.default: matrices, aten.baddbmm.default: matrices,
     aten.sum.dim_IntList: stacked, aten.mean.dim: stacked,

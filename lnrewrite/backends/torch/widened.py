@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument, Target
 from torch.overrides import TorchFunctionMode
 
 from ...compat.torch import pytree, tensors_in
@@ -38,7 +39,7 @@ class Widened(fx.Interpreter):
         self.rooms: dict[int, list[torch.Tensor]] = {}
         self.taken: list[torch.Tensor] = []
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """Run one node; the room of what it read is free then, unless its value lies there: a view."""
         value = super().run_node(n)
         if self.taken:
@@ -49,7 +50,7 @@ class Widened(fx.Interpreter):
             self.taken.clear()
         return value
 
-    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+    def map_nodes_to_values(self, args: Argument, n: fx.Node) -> Argument:
         """Return what a node reads: parameters as they are meant here, for as long as it reads them."""
 
         def load(node: fx.Node) -> Any:
@@ -58,7 +59,7 @@ class Widened(fx.Interpreter):
 
         return fx.map_arg(args, load)
 
-    def _parameter(self, name: str, value: Any) -> Any:
+    def _parameter(self, name: str, value: nn.Module | torch.Tensor) -> nn.Module | torch.Tensor:
         """Return a parameter in float64, and a graph that an operator calls with its casts widened."""
         if isinstance(value, nn.Module):
             return in_float64(value) if self.wide else value
@@ -79,12 +80,12 @@ class Widened(fx.Interpreter):
         self.taken.append(room)
         return room.view(value.shape).copy_(value)
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> object:
         """Call an operator; casts to fewer bits go to float64 instead, and what is made where no weights are, here."""
         args, kwargs = pytree.tree_map(self._meant, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
-    def _meant(self, value: Any) -> Any:
+    def _meant(self, value: object) -> object:
         if self.read is not None and isinstance(value, torch.device) and value.type == "meta":
             return torch.device("cpu")
         return _wide(value) if self.wide else value
@@ -98,7 +99,7 @@ def _jittered(value: torch.Tensor, bit: float, seed: int) -> torch.Tensor:
     return moved
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: object) -> object:
     return torch.float64 if any(value is low for low in LOW) else value
 
 
@@ -115,7 +116,13 @@ def in_float64(module: nn.Module) -> nn.Module:
 class Float64(TorchFunctionMode):
     """Make casts to lower precision inside a model go to float64 instead: libraries cast inside norms and softmax."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             func = torch.Tensor.double
         return func(*map(_wide, args), **{k: _wide(v) for k, v in (kwargs or {}).items()})
