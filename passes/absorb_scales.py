@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lnrewrite.algebra.basis import Closed
 from lnrewrite.errors import Code, LnrewriteError, Refusal
@@ -34,6 +35,8 @@ from lnrewrite.ir import (
 )
 from lnrewrite.pipeline import Context, Pass
 
+Factor = NDArray[np.float64] | float
+"""One number, or one for each channel."""
 RANGE = (1e-2, 1e2)
 """How far the stream may change its size: beyond it, gains and eps leave the range where they are exact."""
 
@@ -100,7 +103,7 @@ class _Absorber:
     """Walk a stream with `size`: the stream is `size` times what it becomes."""
 
     stream: Stream
-    context: Any
+    context: Context
     size: float = 1.0
     vectors: Vectors = field(default_factory=Vectors)
     refusals: list[Refusal] = field(default_factory=list)
@@ -175,7 +178,7 @@ class _Absorber:
             operations += [ScaleWriter(w, Number(1 / size)) for w in self.free(block.added, block, Side.ADDED)]
         before, after = self.product(inner), self.product(outer) / size
         if site := block.at(Where.OUT):
-            if np.ndim(before) or before == 0:
+            if isinstance(before, np.ndarray) or before == 0:
                 raise Closed(Code.LN125, f"one factor per channel stands before {site_name(block, site)}")
             if block.barrier(Side.ENDS) and (size != 1 or outer):
                 raise Closed(Code.LN104, f"{block.name} does not end in its output norm")
@@ -212,7 +215,7 @@ class _Absorber:
         heads = self.free(self.stream.readers, None, Side.READ) if self.stream.readers else ()
         self.found.setdefault(target, []).extend(FoldReader(r, Number(self.size)) for r in heads)
 
-    def renormed(self, block: Block | None, site: Site, size: float, by: Any) -> list[Operation]:
+    def renormed(self, block: Block | None, site: Site, size: float, by: Factor) -> list[Operation]:
         """Make a norm read 1 / size of what it read and give `by` times what it gave: eps / size^2, gain and bias."""
         norm, who = site.norm, site_name(block, site) if block else "the final norm"
         plain = not np.ndim(by) and by == 1
@@ -240,23 +243,23 @@ class _Absorber:
             raise Closed(Code.LN102, f"{shared[0]} is also used elsewhere", "run untie first")
         return linears
 
-    def product(self, scales: tuple[Scale, ...]) -> Any:
+    def product(self, scales: tuple[Scale, ...]) -> Factor:
         """Return the product of factors: a number, or a vector [width]."""
-        total: Any = 1.0
+        total: Factor = 1.0
         for scale in scales:
             try:
-                by: Any = self.context.values(scale.by).reshape(-1) if isinstance(scale.by, str) else scale.by
+                by: Factor = self.context.values(scale.by).reshape(-1) if isinstance(scale.by, str) else scale.by
             except LnrewriteError as error:
                 raise Closed(Code.LN105, f"the factor {scale.by} is computed: {error.why}", error.remedy) from error
-            by = by if np.ndim(by) == 0 or scale.vector else float(by[0])
+            by = float(by[0]) if isinstance(by, np.ndarray) and not scale.vector else by
             total = total / by if scale.inverse else total * by
         return total
 
-    def value(self, by: Any) -> Value:
+    def value(self, by: Factor) -> Value:
         return self.vectors.add(np.asarray(by, dtype=np.float64)) if np.ndim(by) else Number(float(by))
 
 
-def _positive(scale: Any, block: Block) -> float:
+def _positive(scale: Factor, block: Block) -> float:
     if np.ndim(scale) or not scale > 0:
         raise Closed(Code.LN126, f"after {block.name} the stream has factors that are not positive numbers")
     return float(scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from lnrewrite.ir import (
     SetNorm,
     Site,
     Stream,
+    Vector,
     Vectors,
     Where,
 )
@@ -91,7 +92,7 @@ class FoldBatchnorm(Pass):
         return Proposal(tuple(edits), refusals=tuple(refusals), vectors=vectors, otherwise="not a batch norm")
 
 
-def _affine(site: Site, context: Context, vectors: Vectors) -> tuple[Any, Any]:
+def _affine(site: Site, context: Context, vectors: Vectors) -> tuple[Vector, Vector]:
     """Return pointers to a and s."""
     norm = site.norm
     if norm.computed:
@@ -103,7 +104,7 @@ def _affine(site: Site, context: Context, vectors: Vectors) -> tuple[Any, Any]:
 
 
 def _ways(
-    site: Site, block: Block | None, stream: Stream, by: tuple[Any, Any]
+    site: Site, block: Block | None, stream: Stream, by: tuple[Vector, Vector]
 ) -> Iterator[tuple[Operation, ...] | Refusal]:
     """Yield the operations of the first way that is open, else what closes the last."""
     a, s = by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import copysign, sqrt
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class MergeNorms(Pass):
             raise Closed(Code.LN129, why, "set asymptotic=true if the mean is small")
         c = 1.0
         if under.gamma is not None:
-            gain: Any = context.gain(under) if not under.computed else np.array([0.0, 1.0])
+            gain = np.asarray(context.gain(under) if not under.computed else [0.0, 1.0])
             if not np.all(gain == gain.flat[0]) or gain.flat[0] == 0:
                 raise Closed(Code.LN128, "the gain of the norm below differs from channel to channel")
             c = float(gain.flat[0])

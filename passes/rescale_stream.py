@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import floor, log2
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from lnrewrite.ir import (
     FoldReader,
     Kind,
     Linear,
+    Norm,
     Number,
     Operation,
     Proposal,
@@ -169,7 +170,7 @@ class Headroom:
 class _Scaled(Basis):
     """Multiply a stream by a number."""
 
-    context: Any = None
+    context: Context = field(kw_only=True)
     inner: Mapping[str, float] = field(default_factory=dict)
     vectors: Vectors = field(default_factory=Vectors)
 
@@ -183,7 +184,7 @@ class _Scaled(Basis):
     def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:
         return (SetNorm(site.where, self.widened(block, site), index=block.index(site) if block else 0),)
 
-    def widened(self, block: Block | None, site: Site) -> Any:
+    def widened(self, block: Block | None, site: Site) -> Norm:
         """Return the norm with eps c^2."""
         if site.norm.kind not in (Kind.LAYER, Kind.RMS) or site.norm.over:
             who = site_name(block, site) if block else f"the {site.where} norm"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +55,7 @@ def fit(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit:
     is E[w |t - fit|^2] / E[w |t|^2] over the tokens that weigh anything.
     """
     w = (weight / max(weight.sum(), 1e-300))[:, None]
-    zero: Any = 0.0
+    zero = np.zeros(base.shape[-1])
     mean_b, mean_t = ((w * base).sum(0), (w * target).sum(0)) if shift else (zero, zero)
     b, t = base - mean_b, target - mean_t
     power = (w * b * b).sum(0)

@@ -6,10 +6,9 @@ This is the method of `place`; the identities it rests on stand in that pass's d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -30,10 +29,12 @@ from ..ir import (
     Site,
     Stream,
     Value,
+    Vector,
     Vectors,
     Where,
 )
 from ..pipeline.protocols import Context, Samples
+from .fitting import Array as Floats
 from .fitting import Fit, careful_eps, fit, metric, mix, size, spread, unit, usual
 
 WRITABLE = {Kind.LAYER, Kind.RMS}
@@ -78,8 +79,8 @@ class Conversion:
         samples = self.context.samples()
         sums = [list(g) for _, g in groupby(self.stream.blocks, key=lambda b: b.anchor.total)]
         first = sums[0][0]
-        self.trunk: Any = samples[first.name].state
-        self.ratio: Any = np.ones(len(self.trunk))
+        self.trunk: Floats = samples[first.name].state
+        self.ratio: Floats = np.ones(len(self.trunk))
         self.carried: Norm | None = None
         self.unit = False
         found: list[Edit] = []
@@ -107,7 +108,7 @@ class Conversion:
     def refuse(self, block: Block, code: Code, why: str) -> None:
         self.refusals.append(Refusal(code, block.name, why, "exclude it with blocks=, or choose another placement"))
 
-    def sum(self, group: list[Block], samples: Any, last: bool) -> list[Edit]:
+    def sum(self, group: list[Block], samples: Mapping[str, Samples], last: bool) -> list[Edit]:
         """Return the edits of the branches of one sum, and take the trunk through it."""
         done: dict[str, tuple[list[Operation], list[Fit]]] = {}
         factor, more = _kept(group, samples)
@@ -144,7 +145,7 @@ class Conversion:
         """Return a norm without gain over the block's channels."""
         return Norm(self.kind, eps, axis=block.anchor.axis)
 
-    def vector(self, values: Any) -> Any:
+    def vector(self, values: Floats | None) -> Vector | None:
         return None if values is None else self.vectors.add(np.ascontiguousarray(values))
 
     def read(self, block: Block, seen: Samples, operations: list[Operation], fits: list[Fit]) -> None:
@@ -176,8 +177,8 @@ class Conversion:
         whole = _whole(block, site, self.beta)
         if self.unit and site and site.norm.kind is self.kind and not site.norm.computed:
             n = site.norm
-            scale: Any = Gain(n.gamma, n.plus_one) if n.gamma else None
-            shift: Any = Gain(n.beta) if n.beta else None
+            scale: Value | None = Gain(n.gamma, n.plus_one) if n.gamma else None
+            shift: Value | None = Gain(n.beta) if n.beta else None
         else:
             weight = usual(self.trunk) * usual(seen.read)
             found = fit(self.trunk, seen.read, weight, self.beta)
@@ -189,7 +190,9 @@ class Conversion:
         if not (whole and shared):
             operations += reading(block, site, scale, shift)
 
-    def write(self, block: Block, seen: Samples, weight: Any, operations: list[Operation], fits: list[Fit]) -> Any:
+    def write(
+        self, block: Block, seen: Samples, weight: Floats, operations: list[Operation], fits: list[Fit]
+    ) -> Floats:
         """Keep what the branch adds as it was, in the trunk's new size; return what it adds."""
         goal = seen.branch * self.ratio[:, None]
         weight = weight * usual(goal)
@@ -217,17 +220,17 @@ class Conversion:
         fits.append(found)
         return found.value
 
-    def without(self, site: Site | None, seen: Samples) -> Any:
+    def without(self, site: Site | None, seen: Samples) -> Floats:
         """Return the branch's end without its out norm: constant scales between the norm and the sum stay."""
         assert site is not None
         normed = self.value(site.norm, unit(site.norm.kind, seen.written, site.norm.eps))
         return seen.written * fit(normed, seen.branch, np.ones(len(normed))).scale
 
-    def value(self, norm: Norm, u: Any) -> Any:
+    def value(self, norm: Norm, u: Floats) -> Floats:
         gain = 1.0 if norm.computed else self.context.gain(norm)
         return gain * u + (self.context.values(norm.beta) if norm.beta else 0.0)
 
-    def rescale(self, block: Block, by: Any, plus: Any, operations: list[Operation]) -> None:
+    def rescale(self, block: Block, by: Floats, plus: Floats | None, operations: list[Operation]) -> None:
         """Make the branch end in by * f + plus: in its writers where that is whole, else as an operation."""
         operations += writing(block, self.vector(by), self.vector(plus))
 
@@ -271,7 +274,7 @@ class Conversion:
         self.trunk = after.state * 1.0
 
 
-def _kept(group: list[Block], samples: Any) -> tuple[Any, Any]:
+def _kept(group: list[Block], samples: Mapping[str, Samples]) -> tuple[Floats | float, Floats | float]:
     """Return what a sum makes of its state, besides branches: the skip's factor, and what else the sum adds."""
     first, seen = group[0], samples[group[0].name]
     if not (first.scaled("skip") or first.added or first.barrier(Side.ADDED)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from typing import Any
 
@@ -26,7 +25,7 @@ def describe(name: str | None = None) -> list[dict[str, Any]]:
                 "exactness": str(exactness) if isinstance(exactness, Exactness) else "depends",
                 "needs_data": bool(vars(cls).get("needs_data", False)),
                 "does": doc.partition("\n")[0],
-                "options": ", ".join(f"{f.name.replace('_', '-')}: {f.type}" for f in dataclasses.fields(cls)),
+                "options": ", ".join(f"{f.name.replace('_', '-')}: {f.type}" for f in registry.options(cls)),
                 "doc": doc,
             }
         )

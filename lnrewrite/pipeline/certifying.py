@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -41,6 +41,9 @@ from ..ir import (
 from .protocols import Batch, Samples, gain_of
 from .sounding import Edits, Provable, sound
 
+if TYPE_CHECKING:
+    from .protocols import Floats
+
 CONTRADICTED = "what a trial run contradicts"
 """What stands, as a barrier or a tap, where a claim of the picture was tried and does not hold."""
 SUM, ROUGH = 1e-3, 5e-2
@@ -56,7 +59,7 @@ class Certifiable(Provable, Protocol):
     def network(self) -> Network: ...
     @property
     def narrow(self) -> bool: ...
-    def values(self, param: str) -> Any: ...
+    def values(self, param: str) -> Floats: ...
     def trials(self, seed: int) -> Sequence[Batch]: ...
     def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]: ...
 
@@ -178,7 +181,7 @@ class Trials:
             moved = [o for p in pairs for o in (*scaled(p.producers, TWICE), *folds(p.consumers, HALF))]
             yield Trial(block.name, None, Edit(block.name, tuple(moved)))
 
-    def powers(self, width: int) -> Any:
+    def powers(self, width: int) -> Floats:
         """Return a power of two for each channel."""
         return self.random.choice([0.5, 1.0, 2.0], width)
 
@@ -220,9 +223,9 @@ def _wrong_sums(program: Certifiable, seed: int) -> Iterator[str]:
             yield first.name
 
 
-def _kept(program: Certifiable, block: Block) -> Any:
+def _kept(program: Certifiable, block: Block) -> Floats | float:
     """Return what a sum multiplies its skip by: a number, or one for each channel."""
-    by: Any = block.scale
+    by: Floats | float = block.scale
     for scale in block.scaled("skip"):
         value = program.values(scale.by).reshape(-1) if isinstance(scale.by, str) else scale.by
         by = by / value if scale.inverse else by * value

@@ -35,8 +35,11 @@ class Job:
     def run(self, program: M, *, consume: bool = False) -> Result[M]:
         """Run the pipeline on a program. Raises Refused, Unproved, and what `Pipeline.run` raises."""
         batches = self.read(program) if self.read else None
-        told: dict[str, Any] = {"data": self.data, "progress": LOGGER.info, "verify": self.verify, "consume": consume}
-        return self.pipeline.run(program, batches, self.partial or self.lenient, self.seed, **told)
+        partial = self.partial or self.lenient
+        told = LOGGER.info
+        return self.pipeline.run(
+            program, batches, partial, self.seed, data=self.data, progress=told, verify=self.verify, consume=consume
+        )
 
     def check(self, model: str, report: Report) -> None:
         """Raise LnrewriteError where a result is not to be written: LN033, or a preset that could edit nothing."""

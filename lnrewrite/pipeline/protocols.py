@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeVar
 
 from ..ir import Exactness, Network, Norm, Proposal, Stream
 from ..ir.select import select
 from .results import Drift
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
 
 Batch = Mapping[str, Any] | Sequence[Any]
 """One call's inputs: a mapping of keyword inputs, or a sequence of positional ones."""
@@ -40,12 +46,16 @@ class Samples:
     `branch` what is added, `total` the sum. All blocks of a stream hold the same tokens in the same rows.
     """
 
-    state: Any
-    before: Any
-    read: Any
-    written: Any
-    branch: Any
-    total: Any
+    state: Floats
+    before: Floats
+    read: Floats
+    written: Floats
+    branch: Floats
+    total: Floats
+
+
+def _unknown(start: str, end: str) -> NoReturn:
+    raise LookupError(f"nothing is known of the values from {start} to {end}")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -63,13 +73,13 @@ class Context:
     samples: Callable[[], Mapping[str, Samples]]
     is_ones: Callable[[str], bool]
     is_zeros: Callable[[str], bool]
-    values: Callable[[str], Any]
+    values: Callable[[str], Floats]
     seed: int = 0
     shape: Callable[[str], tuple[int, ...]] = lambda param: ()
-    affine: Callable[[str, str], tuple[Any, Any]] = lambda start, end: (1.0, 0.0)
+    affine: Callable[[str, str], tuple[Floats, Floats]] = _unknown
     peaks: Callable[[], Mapping[str, float]] = dict
 
-    def gain(self, norm: Norm) -> Any:
+    def gain(self, norm: Norm) -> Floats | float:
         """Return what a norm multiplies by: a vector [width], 1 + gamma where it is stored so; a number without one."""
         return gain_of(norm, self.values)
 
@@ -78,7 +88,7 @@ class Context:
         return select(self.network, expression)
 
 
-def gain_of(norm: Norm, values: Callable[[str], Any]) -> Any:
+def gain_of(norm: Norm, values: Callable[[str], Floats]) -> Floats | float:
     """Return what a norm multiplies by, given a parameter's `values`: see `Context.gain`."""
     return norm.factor * (1.0 if norm.gamma is None else values(norm.gamma).reshape(-1) + norm.plus_one)
 
@@ -126,9 +136,9 @@ class Model(Protocol):
 
     def is_ones(self, param: str) -> bool: ...
     def is_zeros(self, param: str) -> bool: ...
-    def values(self, param: str) -> Any: ...
+    def values(self, param: str) -> Floats: ...
     def shape(self, param: str) -> tuple[int, ...]: ...
-    def affine(self, start: str, end: str) -> tuple[Any, Any]: ...
+    def affine(self, start: str, end: str) -> tuple[Floats, Floats]: ...
     def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> Drift:
         """Compare `other`'s outputs with this model's on the batches."""
         ...

@@ -10,10 +10,11 @@ import pkgutil
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from .. import errors
 from ..errors import Code, LnrewriteError, UsageError, code_of_others
+from .protocols import Proposer
 
 GROUP = "lnrewrite.passes"
 _SHIPPED = "lnrewrite.passes"  # a package named by string: lnrewrite never imports its passes itself
@@ -31,7 +32,7 @@ def available() -> dict[str, EntryPoint]:
     return found
 
 
-def find(name: str) -> type[Any]:
+def find(name: str) -> type[Proposer]:
     """Import the pass of that name, or the one that `package.module:Class` points to.
 
     Raises UsageError LN001 for an unknown name, LN006 where two packages claim it, and LN005 where it cannot be
@@ -52,7 +53,12 @@ def find(name: str) -> type[Any]:
     return _load(claims.popitem()[1], LnrewriteError)
 
 
-def name_of(cls: type[Any]) -> str:
+def options(cls: type[Proposer]) -> tuple[dataclasses.Field[object], ...]:
+    """Return the fields of a pass, which are its options."""
+    return dataclasses.fields(cast(Any, cls))
+
+
+def name_of(cls: type[Proposer]) -> str:
     """Return what a pipeline's text calls a pass: its name where `find` gives this very class, else module:Class."""
     entry = available().get(cls.name)
     if entry is not None and (entry.module, entry.attr) != (cls.__module__, cls.__qualname__):
@@ -81,7 +87,7 @@ def _listed() -> Iterator[EntryPoint]:
             yield EntryPoint("-".join(words), value, GROUP)
 
 
-def _load(entry: EntryPoint, error: type[LnrewriteError]) -> type[Any]:
+def _load(entry: EntryPoint, error: type[LnrewriteError]) -> type[Proposer]:
     """Import one pass and check that it is one; whatever a plugin raises becomes one line that names it."""
     what, remedy = f"pass {entry.name!r}", "repair or uninstall that package; other passes still work"
     with code_of_others(lambda why: error(Code.LN005, what, f"importing {_origin(entry)} failed: {why}", remedy)):
@@ -92,7 +98,7 @@ def _load(entry: EntryPoint, error: type[LnrewriteError]) -> type[Any]:
         why = f"it has no {', '.join(lacks)}" if lacks else "it is not a dataclass"
         remedy = "see examples/custom_pass for a complete pass"
         raise error(Code.LN005, f"pass {entry.name!r}", f"{_origin(entry)} is not a pass: {why}", remedy)
-    return cls
+    return cast("type[Proposer]", cls)
 
 
 def _origin(entry: EntryPoint) -> str:

@@ -12,12 +12,13 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NoReturn, cast
 
 from .. import errors
 from ..errors import Code, UsageError
 from . import registry
+from .protocols import Proposer
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*(?::[A-Za-z_][\w.]*)?")
 _OPTION = re.compile(r"(?P<key>[a-z][a-z0-9-]*)(?:=(?P<value>[^\s{}]*))?(?=\s|$)")
@@ -27,7 +28,7 @@ MOST = 256
 """A pipeline has so many passes."""
 
 
-def parse(text: str) -> Iterator[Any]:
+def parse(text: str) -> Iterator[Proposer]:
     """Yield the passes that `text` describes. Raises UsageError LN001, LN002 (with the column) or LN003."""
     items = list(_items(text))  # the whole text is read before any pass is imported
     if len(items) > MOST:
@@ -37,10 +38,10 @@ def parse(text: str) -> Iterator[Any]:
         yield _build(name, options)
 
 
-def spell(item: Any) -> str:
+def spell(item: Proposer) -> str:
     """Return a pass's canonical text: its name and the options that are not at their defaults."""
     words = []
-    for option in dataclasses.fields(item):
+    for option in registry.options(type(item)):
         value = getattr(item, option.name)
         if option.init and value != _default(option):
             words.append(f"{_kebab(option.name)}={_print(value)}")
@@ -100,10 +101,10 @@ def _wrong(at: int, why: str) -> NoReturn:
 # ---- options ----
 
 
-def _build(name: str, options: Mapping[str, str | None]) -> Any:
+def _build(name: str, options: Mapping[str, str | None]) -> Proposer:
     """Make the pass `name` with its options read as their types say."""
     cls = registry.find(name)
-    fields = {_kebab(f.name): f for f in dataclasses.fields(cls) if f.init}
+    fields = {_kebab(f.name): f for f in registry.options(cls) if f.init}
     hints = typing.get_type_hints(cls)
     values = {}
     for key, text in options.items():
@@ -118,12 +119,13 @@ def _build(name: str, options: Mapping[str, str | None]) -> Any:
             Code.LN003, f"pass {name}", f"it needs {', '.join(needed)}", f"write {name}{{{needed[0]}=...}}"
         )
     try:
-        return cls(**values)
+        made: Proposer = cast("Callable[..., Proposer]", cls)(**values)
     except ValueError as reason:  # a pass may check its options in __post_init__
         raise UsageError(Code.LN003, f"pass {name}", str(reason), "choose another value") from reason
+    return made
 
 
-def _read(name: str, key: str, text: str | None, hint: Any) -> Any:
+def _read(name: str, key: str, text: str | None, hint: object) -> object:
     """Read one option's text as the type of its field."""
     choices = _choices(hint)
     if text is None and bool not in choices:
@@ -136,7 +138,7 @@ def _read(name: str, key: str, text: str | None, hint: Any) -> Any:
     _bad(name, key, f"{text!r} is not {' or '.join(map(_noun, choices))}", _nearest(text, choices))
 
 
-def _choices(hint: Any) -> list[Any]:
+def _choices(hint: object) -> list[object]:
     """Flatten an option's type into str, int, float, bool, None and single literals; str last, it takes anything."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         flat = [choice for part in typing.get_args(hint) for choice in _choices(part)]
@@ -153,7 +155,7 @@ LARGEST = 2**63
 """Integers are smaller than that, as seeds and sizes are everywhere below."""
 
 
-def _parse(text: str, choice: Any) -> Any:
+def _parse(text: str, choice: object) -> object:
     """Return the value that `text` has as one plain type, or _NO."""
     if typing.get_origin(choice) is Literal:
         (value,) = typing.get_args(choice)
@@ -162,8 +164,9 @@ def _parse(text: str, choice: Any) -> Any:
         return None if text == "none" else _NO
     if choice is bool:
         return {"true": True, "false": False}.get(text, _NO)
+    plain: dict[object, Callable[[str], str | int | float]] = {str: str, int: int, float: float}
     try:
-        value = choice(text)
+        value = plain[choice](text)
     except ValueError:
         return _NO
     if isinstance(value, float) and not math.isfinite(value) or isinstance(value, int) and abs(value) >= LARGEST:
@@ -178,12 +181,18 @@ def _print(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def _noun(choice: Any) -> str:
-    nouns = {str: "a word", int: "an integer", float: "a finite number", bool: "true or false", type(None): "none"}
-    return _print(typing.get_args(choice)[0]) if typing.get_origin(choice) is Literal else nouns[choice]
+def _noun(choice: object) -> str:
+    nouns: dict[object, str] = {
+        str: "a word",
+        int: "an integer",
+        float: "a finite number",
+        bool: "true or false",
+        type(None): "none",
+    }
+    return _print(typing.get_args(choice)[0]) if typing.get_origin(choice) is Literal else nouns.get(choice, "none")
 
 
-def _nearest(text: str, choices: Sequence[Any]) -> str:
+def _nearest(text: str, choices: Sequence[object]) -> str:
     words = [_noun(choice) for choice in choices if typing.get_origin(choice) is Literal]
     return errors.did_you_mean(text, words) if words else "change the value"
 
@@ -196,7 +205,7 @@ def _kebab(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _default(option: dataclasses.Field[Any]) -> Any:
+def _default(option: dataclasses.Field[object]) -> object:
     """Return a field's default value, or dataclasses.MISSING."""
     if option.default_factory is not dataclasses.MISSING:
         return option.default_factory()
