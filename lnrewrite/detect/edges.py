@@ -265,7 +265,8 @@ def writers(
         todo += [(source, place, exact and whole) for source, place, whole in steps]
         if not steps:
             others.append(name)
-    strays = [u for n in seen - {end} for u in graph.users[n] if u not in seen and graph[n].kind != "param"]
+    passing = seen - set(linears)  # a linear that reads a term of the sum is another reader
+    strays = [u for n in seen - {end} for u in graph.users[n] if u not in passing and graph[n].kind != "param"]
     return LinearEdge(tuple(linears.values()), tuple(dict.fromkeys([*others, *strays])), frozenset(seen - set(others)))
 
 

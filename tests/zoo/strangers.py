@@ -79,6 +79,21 @@ class ChannelsFirst(nn.Module):
         return self.head(standardized(x) * self.final[:, None, None])
 
 
+class Bare(nn.Module):
+    """Let each branch be one linear, which reads the state and writes it; the one norm is before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.final, self.head = nn.Embedding(IDS, W), nn.LayerNorm(W), nn.Linear(W, IDS)
+        self.linears = nn.ModuleList(nn.Linear(W, W) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for linear in self.linears:
+            x = (x + linear(x)) * 0.5**0.5
+        return self.head(self.final(x))
+
+
 class Padded(nn.Module):
     """Pad between a convolution and its batch norm, with zeros or ones, or turn the channels around."""
 
@@ -152,6 +167,7 @@ STRANGERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "lerp": _net(add=lambda n, i, x, h, ids: torch.lerp(x, h, 0.25)),
     "subtraction": _net(add=lambda n, i, x, h, ids: x - h),
     "gathered tokens": _net(add=lambda n, i, x, h, ids: x + h.gather(1, ids[..., None].expand_as(h) % h.shape[1])),
+    "each branch one linear": lambda: (Bare(), torch.randint(IDS, (2, 7))),
     "channels first": lambda: (ChannelsFirst(8), _pixels(8)),
     "channels first, as wide as the image": lambda: (ChannelsFirst(W), _pixels(W)),
     "padded before batch norm": lambda: (Padded(lambda x: F.pad(x, (1, 1, 1, 1))), _pixels()),
