@@ -136,6 +136,7 @@ def test_names_of_transformers() -> None:
     assert not families.model_classes(transformers.AutoConfig)
     families.batch_experts(config)
     assert config._experts_implementation == "batched_mm"
+    assert families.config_of(nn.Linear(1, 1)) is None
     assert hasattr(transformers.PretrainedConfig, "_auto_class") and families.NotCopied._auto_class is None
 
 

@@ -178,7 +178,9 @@ def test_it_ends_with_its_user_and_does_not_call_home(how: str, tmp_path: Path) 
 
 
 def test_a_feed_of_any_layout_is_taken() -> None:
-    session = onnx_remote.Session(ir.to_proto(ir.from_onnx_text(TEXT)).SerializeToString(), 16, onnx_server.LEVELS[0])
+    session = onnx_remote.RemoteSession(
+        ir.to_proto(ir.from_onnx_text(TEXT)).SerializeToString(), 16, onnx_server.LEVELS[0]
+    )
     x = np.arange(24, dtype=np.float32).reshape(4, 6)[:, ::-1].T[1:5]
     assert np.array_equal(session({"x": x})["y"], x * np.arange(1, 5, dtype=np.float32))
     with pytest.raises(onnx_remote.Failed, match="Unexpected input data type"):

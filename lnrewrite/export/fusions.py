@@ -78,7 +78,7 @@ FOR = {"cuda": tuple(GROUPS), "cpu": ("gelu",)}
 """The groups that a target gains by; attention in one operator is slower on the CPU than its parts."""
 
 
-def optimise(model: ir.Model, target: str, wrong: Callable[[ir.Model], str]) -> tuple[ir.Model, list[str]]:
+def fuse_groups(model: ir.Model, target: str, wrong: Callable[[ir.Model], str]) -> tuple[ir.Model, list[str]]:
     """Return the model with the groups of fusions that hold for it, and what each did or why it was dropped.
 
     wrong: says why a model is not what it should be, or nothing.

@@ -52,10 +52,10 @@ def lower_precision(model: ir.Model, dtype: str) -> list[str]:
     if len(list(model.graphs())) > 1:
         why = "it has control flow, whose bodies are float32"
         raise LnrewriteError(Code.LN502, f"--dtype {dtype}", why, "export the PyTorch model in that dtype")
-    return _Lowering(model, HALVES[dtype]).run()
+    return _Narrowing(model, HALVES[dtype]).run()
 
 
-class _Lowering:
+class _Narrowing:
     """Hold the role of every float32 value while a model is rewritten."""
 
     def __init__(self, model: ir.Model, half: ir.DataType) -> None:

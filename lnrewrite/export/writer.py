@@ -30,7 +30,7 @@ from ..kernels.library import DOMAIN, find
 from ..pipeline.report import Form, Report
 from ..pipeline.results import Proof
 from .boundaries import fuse_norm_add_norm
-from .fusions import FOR, optimise
+from .fusions import FOR, fuse_groups
 from .lowering import lower, split
 from .precision import lower_precision
 from .targets import DECOMPOSED, NO_CUDA_KERNEL, TARGETS
@@ -85,7 +85,7 @@ def export(
     left, notes = raised(model, program.network), list(program.notes)
     if optimize == "auto":
         say("fusing the rest of the graph")
-        model, more = optimise(model, target, lambda made: wrong(program, made, bound))
+        model, more = fuse_groups(model, target, lambda made: wrong(program, made, bound))
         notes += more
     if dtype != "fp32":
         notes += lower_precision(model, dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import fx, nn
 
@@ -86,12 +86,14 @@ class Difference:
     def compare(self, old: fx.Node, new: fx.Node) -> None:
         """Note what a node reads now, operand by operand."""
         for index, (p, q) in enumerate(zip_longest(_operands(old), _operands(new))):
-            if isinstance(q, fx.Node) and not isinstance(p, fx.Node):
+            if not isinstance(q, fx.Node):
+                continue
+            if not isinstance(p, fx.Node):
                 self.bias(old, q)
-            elif isinstance(q, fx.Node) and self.ports.root(p.name) in self.view.constant:
+            elif self.ports.root(p.name) in self.view.constant:
                 if p.name != q.name and not self.known(q):
                     self.fail(old.name, "a weight that the module computes would be stored")
-            elif isinstance(q, fx.Node):
+            else:
                 self.wanted.setdefault(self.ports.root(p.name), {})[old.name, index] = self.term(q)
 
     def bias(self, reader: fx.Node, got: fx.Node) -> None:
@@ -238,16 +240,10 @@ class Difference:
                 self.recipe.changes.append({"untie": name})
 
 
-def _operands(node: fx.Node) -> list[Any]:
+def _operands(node: fx.Node) -> list[object]:
     """Return what a node is called with, lists opened."""
-    found: list[Any] = []
-
-    def note(value: Any) -> Any:
-        found.extend(value) if isinstance(value, (list, tuple)) else found.append(value)
-
-    for value in (*node.args, *node.kwargs.values()):
-        note(value)
-    return found
+    given = (*node.args, *node.kwargs.values())
+    return [one for value in given for one in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def _common(terms: Sequence[Term]) -> Term | None:

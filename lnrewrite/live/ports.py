@@ -9,16 +9,16 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
 
 import torch
 from torch import fx, nn
 
 from ..backends.torch.capture import dry, evaluating, quiet
-from ..backends.torch.module import Called
-from ..compat.torch import operator_name, pytree
+from ..backends.torch.module import Args, Called, Kwargs
+from ..compat.torch import TreeSpec, operator_name, pytree
 from ..detect.graph import OpGraph
 from ..recipe.runtime import digest_of, operations, source_of
 
@@ -48,13 +48,13 @@ class Spot:
     text: str
 
 
-def children(module: nn.Module, args: Any, kwargs: Any) -> tuple[str, ...]:
+def children(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[str, ...]:
     """Return the paths of the children that a run calls once, with tensors only, but for switches and fractions."""
     names = {m: n for n, m in module.named_modules() if n}
     calls: dict[nn.Module, int] = {}
     plain: dict[nn.Module, bool] = {}
 
-    def seen(child: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def seen(child: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
         leaves = pytree.tree_leaves((args, kwargs, output))
         calls[child] = calls.get(child, 0) + 1
         plain[child] = all(v is None or isinstance(v, (torch.Tensor, bool, float)) for v in leaves)
@@ -97,7 +97,7 @@ class Ports:
                 takes.append(((name, names.index(name) if name in names else len(names)), self.root(value)))
         spec, gives = seen.out_spec, iter(seen.outputs)
         if spec.is_leaf():
-            keys: list[Any] = [None]
+            keys: list[int | str | None] = [None]
             values = list(gives)
         else:
             named = spec.context if isinstance(spec.context, list) and spec.type not in (tuple, list) else None
@@ -186,7 +186,7 @@ def has_path(module: nn.Module, path: str) -> bool:
     return found is not None and hasattr(found, leaf)
 
 
-def _each(spec: Any, leaves: Iterator[str | None]) -> Iterator[str | None]:
+def _each(spec: TreeSpec, leaves: Iterator[str | None]) -> Iterator[str | None]:
     """Yield each child of a tree of values, None where it is no tensor but a tree itself."""
     for child in spec.children():
         held = [next(leaves) for _ in range(child.num_leaves)]
@@ -195,7 +195,7 @@ def _each(spec: Any, leaves: Iterator[str | None]) -> Iterator[str | None]:
 
 def _stack(node: fx.Node) -> tuple[str, ...]:
     entries = node.meta.get("nn_module_stack") or {}
-    paths: Mapping[str, Any] = {k: v for k, v in entries.items() if not k.startswith("_")}
+    paths = {k: v for k, v in entries.items() if not k.startswith("_")}
     return tuple(str(v[0]).partition("@")[0] for v in paths.values())
 
 
@@ -204,7 +204,7 @@ def _kind(node: fx.Node) -> str | None:
     return name if name in SIGNS else None
 
 
-def _line(node: fx.Node, function: Any) -> int | None:
+def _line(node: fx.Node, function: FunctionType) -> int | None:
     """Return the line of a function at which a node was made, where the function itself made it."""
     frames = re.findall(r'File "(.*?)", line (\d+), in ', node.stack_trace or "")
     if not frames:

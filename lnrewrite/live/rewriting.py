@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -26,6 +22,7 @@ from .difference import Difference
 from .ports import children
 from .recipes import Recipe
 from .saving import RECORD, save_as_before, save_as_rewritten
+from .undoing import UndoLog, all_or_nothing, configs_of
 
 EXACT, ROUNDED = 1e-5, 2e-2
 """How far a rewritten module's outputs may be from the rewritten graph's, relative to the largest: float32 and half."""
@@ -36,8 +33,8 @@ def rewrite(
     pipeline: Pipeline | str | None = None,
     *,
     to: str | None = None,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     calibrate: Iterable[Batch] | None = None,
     norm: str = "auto",
     blocks: str | None = None,
@@ -74,8 +71,8 @@ def rewrite(
     if result.program is program:
         return result.report
     recipe = difference(module, program, result.program)
-    with _all_or_nothing(module, keep=undo) as record:
-        record.recipe, record.pipeline = recipe.changes, str(plan)
+    with all_or_nothing(module, keep=undo) as log:
+        log.recipe, log.pipeline = recipe.changes, str(plan)
         carry_out(module, recipe, result.program.module())
         _prove(module, result.program, taken, seed)
     save_as_rewritten(module)
@@ -87,13 +84,13 @@ def unrewrite(module: nn.Module) -> None:
 
     Raises LnrewriteError LN314 where nothing is recorded, or where parameters or structure were changed since.
     """
-    records: list[Record] = getattr(module, RECORD, [])
-    if not records:
+    logs: list[UndoLog] = vars(module).get(RECORD, [])
+    if not logs:
         remedy = "give the module that was rewritten"
         raise LnrewriteError(Code.LN314, type(module).__name__, "no rewrite of this module is recorded", remedy)
-    records[-1].check()
-    records.pop().undo()
-    if not records:
+    logs[-1].check()
+    logs.pop().undo()
+    if not logs:
         delattr(module, RECORD)
         save_as_before(module)
 
@@ -128,7 +125,7 @@ def carry_out(module: nn.Module, recipe: Recipe, source: nn.Module) -> None:
                     fresh.copy_(values)
                 module.get_submodule(path).register_parameter(leaf, fresh)
     if any("untie" in change for change in recipe.changes):
-        for config in _configs(module):
+        for config in configs_of(module):
             config.tie_word_embeddings = False
 
 
@@ -139,14 +136,6 @@ def restructure(module: nn.Module, recipe: Recipe) -> None:
     except RuntimeError as error:
         remedy = "use the exported route (lnr.convert, or -o OUT.pt2)"
         raise LnrewriteError(Code.LN310, type(module).__name__, str(error), remedy) from error
-
-
-def _configs(module: nn.Module) -> list[Any]:
-    """Return the configs that say whether a transformers model ties its embeddings; it ties again when it is saved."""
-    config = getattr(module, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
-        return []
-    return [c for c in (config, config.get_text_config()) if hasattr(c, "tie_word_embeddings")]
 
 
 def _check(module: nn.Module) -> None:
@@ -164,119 +153,6 @@ def _check(module: nn.Module) -> None:
     check_finite(module)
 
 
-# ---- all or nothing ----
-
-Slots = dict[str, dict[Any, Any]]
-
-
-@dataclass
-class Record:
-    """Hold what one rewrite changed: rows (module, dict of it, key, old, new), classes, and old values."""
-
-    recipe: list[dict[str, Any]] = field(default_factory=list)
-    pipeline: str = ""
-    rows: list[tuple[nn.Module, str, Any, Any, Any]] = field(default_factory=list)
-    classes: list[tuple[nn.Module, type, type]] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
-    configs: list[tuple[Any, bool]] = field(default_factory=list)
-
-    def check(self) -> None:
-        """Raise LnrewriteError LN314 where something was changed since."""
-        changed = [slot for m, slot, key, _, new in self.rows if getattr(m, slot).get(key, _MISSING) is not new]
-        changed += [m.__class__.__name__ for m, _, new in self.classes if type(m) is not new]
-        if changed:
-            raise LnrewriteError(
-                Code.LN314, changed[0], "the structure has changed since the rewrite", "undo those changes first"
-            )
-        if any(value.old is None for value in self.values):
-            raise LnrewriteError(Code.LN314, "weights", "their old values were not kept", "rewrite with undo=True")
-        if any(_checksum(value.parameter) != value.after for value in self.values):
-            raise LnrewriteError(
-                Code.LN314, "weights", "they have changed since the rewrite", "load the original checkpoint instead"
-            )
-
-    def undo(self) -> None:
-        """Put everything back."""
-        for holder, slot, key, old, _ in reversed(self.rows):
-            held = getattr(holder, slot)
-            held.pop(key, None) if old is _MISSING else held.update({key: old})
-        for holder, before, _ in self.classes:
-            holder.__class__ = before
-        with torch.no_grad():
-            for value in self.values:
-                if value.old is not None:
-                    value.parameter.copy_(value.old)
-        for config, tied in self.configs:
-            config.tie_word_embeddings = tied
-
-
-@dataclass
-class Value:
-    """Hold a parameter, what it held before the rewrite, and the checksum of what it was given."""
-
-    parameter: nn.Parameter
-    old: torch.Tensor | None
-    after: int = 0
-
-
-class _Missing:
-    """Represent a key that a dict lacks; one object, also in a copy."""
-
-    def __deepcopy__(self, memo: Any) -> _Missing:
-        return self
-
-    def __reduce__(self) -> str:
-        return "_MISSING"
-
-
-_MISSING = _Missing()
-
-
-@contextmanager
-def _all_or_nothing(module: nn.Module, keep: bool) -> Iterator[Record]:
-    """Note what happens to a module; on an error put everything back, else record it on the module."""
-    record = Record(configs=[(c, c.tie_word_embeddings) for c in _configs(module)])
-    before = {m: (type(m), _slots(m)) for m in module.modules()}
-    values = [Value(p, p.detach().clone()) for p in module.parameters()]
-    try:
-        yield record
-    except BaseException:
-        _note(record, before, values)
-        record.undo()
-        raise
-    _note(record, before, values)
-    for value in record.values:
-        value.old = value.old if keep else None
-    vars(module).setdefault(RECORD, []).append(record)
-
-
-def _note(
-    record: Record,
-    before: Mapping[nn.Module, tuple[type, Slots]],
-    values: Sequence[Value],
-) -> None:
-    """Fill a record with what changed."""
-    for m, (cls, slots) in before.items():
-        if type(m) is not cls:
-            record.classes.append((m, cls, type(m)))
-        for slot, now in _slots(m).items():
-            old = slots.get(slot, {})
-            keys = [k for k in {**old, **now} if old.get(k, _MISSING) is not now.get(k, _MISSING)]
-            record.rows += [(m, slot, k, old.get(k, _MISSING), now.get(k, _MISSING)) for k in keys]
-    record.values += [v for v in values if v.old is not None and not torch.equal(v.parameter, v.old)]
-    for value in record.values:
-        value.after = _checksum(value.parameter)
-
-
-def _checksum(parameter: nn.Parameter) -> int:
-    return zlib.crc32(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-
-
-def _slots(module: nn.Module) -> Slots:
-    """Return the dicts that hold a module's children, parameters and hooks."""
-    return {k: dict(v) for k, v in vars(module).items() if isinstance(v, dict)}
-
-
 # ---- proof ----
 
 
@@ -287,7 +163,7 @@ class _AsCaptured(nn.Module):
         super().__init__()
         self.module, self.signature = module, signature
 
-    def forward(self, **given: Any) -> Any:
+    def forward(self, **given: object) -> object:
         s = self.signature
         plain = {k: v for k, v in s.constants.items() if v is not None}
         return self.module(**plain, **given)

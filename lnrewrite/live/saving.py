@@ -6,24 +6,33 @@ A folder gets them when it is converted, and a living module when it saves itsel
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
 from .._version import __version__
-from ..compat.transformers import NotCopied, model_classes
+from ..compat.transformers import NotCopied, config_of, model_classes
 from ..errors import Code, LnrewriteError
 from ..recipe.heads import PLACES, base_of
 from ..recipe.modeling import CLASS, FILE, KEY, generate, record_of, with_record
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from .recipes import Change
+    from .undoing import UndoLog
+
+Content = dict[str, Any]
+"""What a JSON file holds."""
 RECORD = "_lnrewrite"
 """The attribute of a rewritten module that holds what was done to it."""
 
 
-def recorded(content: Mapping[str, Any], module: nn.Module, changes: Sequence[Any], pipeline: str) -> dict[str, Any]:
+def recorded(content: Content, module: Any, changes: Sequence[Change], pipeline: str) -> Content:
     """Return a config.json with what was done, after what was done before.
 
     `network` is the class of the base network, `classes` has what each auto class makes: of those only that look for
@@ -32,10 +41,10 @@ def recorded(content: Mapping[str, Any], module: nn.Module, changes: Sequence[An
     import transformers
 
     before = record_of(content) or {}
-    cls: Any = type(module)
+    cls = type(module)
     config = type(module.config)
     name = cls.__name__.removeprefix(CLASS)
-    names: dict[str, Any] = {key: f"{c.__module__}.{c.__qualname__}" for key, c in (("model", cls), ("config", config))}
+    names: Content = {key: f"{c.__module__}.{c.__qualname__}" for key, c in (("model", cls), ("config", config))}
     known = {} if before else auto_classes(module)
     heads = {auto: c.__name__ for auto, c in known.items() if c.base_model_prefix == cls.base_model_prefix}
     names |= {"network": known["AutoModel"].__name__ if "AutoModel" in known else None, "classes": heads}
@@ -53,7 +62,7 @@ def recorded(content: Mapping[str, Any], module: nn.Module, changes: Sequence[An
     return with_record(content, record, name)
 
 
-def auto_classes(module: Any) -> dict[str, Any]:
+def auto_classes(module: PreTrainedModel) -> dict[str, type[PreTrainedModel]]:
     """Return what transformers' auto classes make of a module's config: the module's own class, or their first."""
     import transformers
 
@@ -71,7 +80,7 @@ def auto_classes(module: Any) -> dict[str, Any]:
     return found
 
 
-def seen_from(base: str, change: Mapping[str, Any]) -> dict[str, Any]:
+def seen_from(base: str, change: Content) -> Content:
     """Return a change with paths from the base network, as `heads.py` reads them; with a dot they start outside."""
 
     def path(name: str) -> str:
@@ -85,10 +94,10 @@ def seen_from(base: str, change: Mapping[str, Any]) -> dict[str, Any]:
     return {**change, **paths} | ({"by": [path(p) for p in change["by"]]} if "by" in change else {})
 
 
-def save_as_rewritten(module: Any) -> None:
+def save_as_rewritten(module: nn.Module) -> None:
     """Make a rewritten transformers model save itself as what it is, and its parts refuse to save themselves."""
     for name, part in module.named_modules():
-        if hasattr(part, "save_pretrained") and hasattr(getattr(part, "config", None), "to_diff_dict"):
+        if hasattr(part, "save_pretrained") and config_of(part) is not None:
             vars(part)["save_pretrained"] = Refusing(name, type(module).__name__) if name else Saving(module)
 
 
@@ -104,7 +113,7 @@ class Saving:
     def __init__(self, module: Any) -> None:
         self.module = module
 
-    def __call__(self, save_directory: Any, *args: Any, **how: Any) -> Any:
+    def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **how: Any) -> object:
         """Save as transformers does, with the modeling file and a config that names it. Raises LnrewriteError LN310."""
         module, config = self.module, self.module.config
         module.config = written(module)
@@ -123,15 +132,16 @@ class Refusing:
     name: str
     whole: str
 
-    def __call__(self, *args: Any, **how: Any) -> NoReturn:
+    def __call__(self, *args: object, **how: object) -> NoReturn:
         """Raise LnrewriteError LN310."""
         remedy = f"save the {self.whole} (AutoModel opens its base network), or rewrite this part on its own"
         raise LnrewriteError(Code.LN310, self.name, f"it is part of a {self.whole} that was rewritten", remedy)
 
 
-def written(module: Any) -> Any:
+def written(module: Any) -> PretrainedConfig:
     """Return a copy of a rewritten model's config that writes the record, and the modeling file before it."""
-    config, rows = module.config, vars(module)[RECORD]
+    rows: list[UndoLog] = vars(module)[RECORD]
+    config: PretrainedConfig = module.config
     changes = [change for row in rows for change in row.recipe if "untie" not in change]
     if not changes:
         return config
@@ -139,13 +149,13 @@ def written(module: Any) -> Any:
     code, name = generate(record), type(module).__name__.removeprefix(CLASS)
 
     class Written(NotCopied, type(config)):  # type: ignore[misc]
-        def save_pretrained(self, folder: Any, *args: Any, **how: Any) -> None:
+        def save_pretrained(self, folder: str | os.PathLike[str], *args: object, **how: object) -> None:
             Path(folder, FILE).write_text(code)
             super().save_pretrained(folder, *args, **how)
 
-        def to_diff_dict(self) -> dict[str, Any]:
+        def to_diff_dict(self) -> Content:
             return with_record(super().to_diff_dict(), record, name)
 
-    found = copy.deepcopy(config)
+    found: PretrainedConfig = copy.deepcopy(config)
     found.__class__ = Written
     return found

@@ -76,7 +76,7 @@ class Server:
             self._process.wait(5)
 
 
-class Session:
+class RemoteSession:
     """Run a model in ONNX Runtime on the CPU.
 
     model: a file's path or content; size: bytes of its weights, which bound its memory; level: one of

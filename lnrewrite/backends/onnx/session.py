@@ -23,7 +23,7 @@ from ..running import Runnable
 from .double import doubled, widened
 from .file import ONE_FILE, bytes_of, whole, write
 from .lift import size
-from .remote import Died, Failed, Session
+from .remote import Died, Failed, RemoteSession
 from .server import LEVELS
 
 TORCH = {
@@ -43,7 +43,7 @@ class OnnxModule(Runnable, torch.nn.Module):
     def __init__(self, model: ir.Model, precision: str = "as written") -> None:
         super().__init__()
         self.model, self.precision = model, precision
-        self._watched: dict[tuple[str, ...], Session] = {}
+        self._watched: dict[tuple[str, ...], RemoteSession] = {}
 
     def forward(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
         """Run the model. Raises LnrewriteError LN022 for wrong inputs, LN030 where ONNX Runtime refuses the model."""
@@ -154,7 +154,7 @@ def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:
     return model
 
 
-def load(model: ir.Model) -> Session:
+def load(model: ir.Model) -> RemoteSession:
     """Load a model into ONNX Runtime, bfloat16 inputs and outputs as float32, which numpy has.
 
     Raises LnrewriteError LN030 where ONNX Runtime refuses it or dies on it, LN039 where a value of it is declared too
@@ -172,12 +172,12 @@ def load(model: ir.Model) -> Session:
         return _opened(str(write(model, Path(folder) / "model.onnx")[0]), size, library)
 
 
-def _opened(model: str | bytes, size: int, library: Path | None) -> Session:
+def _opened(model: str | bytes, size: int, library: Path | None) -> RemoteSession:
     """Open a file's path or content at the highest level of optimization that ONNX Runtime survives."""
     died: Died
     for level in LEVELS:
         try:
-            return Session(model, size, level, str(library) if library else None)
+            return RemoteSession(model, size, level, str(library) if library else None)
         except Failed as why:
             raise LnrewriteError(Code.LN030, "ONNX Runtime", _telling(why), "see `lnrewrite explain LN030`") from why
         except Died as how:
