@@ -26,9 +26,9 @@ def pages(folder: Path) -> None:
 
 
 def code_page(code: str) -> str:
-    """Return the page of one diagnostic code: what `lnrewrite explain` prints."""
+    """Return the page of one diagnostic code: what `lnrewrite explain` prints. It is kept out of the sidebar."""
     title, _, text = lnrewrite.explain(code).partition("\n\n")
-    return f"# {title}\n\n{text}\n"
+    return f"---\norphan: true\n---\n\n# {title}\n\n{text}\n\n[All codes](index.md)\n"
 
 
 def code_index() -> str:
@@ -36,11 +36,15 @@ def code_index() -> str:
     lines = [
         "# Diagnostic codes\n",
         "Every error and every refusal carries a code. `lnrewrite explain CODE` prints the same text as these pages,",
-        "and so does `lnrewrite.explain(code)`. Codes are never reused.\n",
+        "and so does `lnr.explain(code)`. A code never changes its meaning.\n",
     ]
     for start, heading in GROUPS.items():
-        found = [code for code in CODES if code.startswith(start)]
-        lines += [f"## {start}xx: {heading}\n", "```{toctree}\n:maxdepth: 1\n", *found, "```\n"]
+        lines += [f"## {start}xx: {heading}\n", "| code | |", "|---|---|"]
+        for code in CODES:
+            if code.startswith(start):
+                title = lnrewrite.explain(code).partition("\n")[0].partition(": ")[2]
+                lines.append(f"| [{code}]({code}.md) | {title} |")
+        lines.append("")
     return "\n".join(lines)
 
 

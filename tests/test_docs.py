@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import pkgutil
 import re
 import tomllib
 from pathlib import Path
@@ -43,6 +46,24 @@ def test_a_page_runs(page: Path, demo_captured_once: None, tmp_path: Path, monke
             pages.check_json(block)
 
 
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("drift 0.104, top-1 0.8677", "drift  0.1041,\ntop-1 0.8676\n", True),
+        ("drift 0.104", "drift 0.2", False),
+        ("drift 0.104", "drift nan", False),
+        ("error 1.7e-03", "error 2.1e-03", True),
+        ("error 1.7e-03", "error 2.1e-02", False),
+        ("a\n...\nc 1", "a\nb 2\nb 3\nc 1", True),
+        ("a\n...\nc 1", "a\nb 2\nb 3\nc 2", False),
+        ("a", "a\nb", False),
+        ("", "", True),
+    ],
+)
+def test_what_is_printed_is_compared(shown: str, printed: str, same: bool) -> None:
+    assert (not pages.difference(shown, printed)) is same
+
+
 @pytest.mark.parametrize("page", PAGES, ids=pages.label)
 def test_commands_parse(page: Path) -> None:
     for words in pages.commands(page):
@@ -57,7 +78,7 @@ def test_names_exist(page: Path) -> None:
     scripts = [p.read_text() for folder in ("examples", "tests") for p in (ROOT / folder).rglob("*.py")]
     options = {option for command in main.commands.values() for p in command.params for option in p.opts}
     options |= {found for script in scripts for found in re.findall(r'"(--[a-z][a-z-]+)"', script)}
-    options |= {"--nproc-per-node"}  # torchrun's
+    options |= {"--nproc-per-node", "--cov"}  # those of torchrun and pytest-cov
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) <= options
     assert set(re.findall(r"\bLN\d{3}\b", text)) - {NO_CODE} <= set(Code)
     assert set(re.findall(r"\blnr\.(\w+)", text)) <= set(lnrewrite.__all__)
@@ -72,6 +93,18 @@ def test_names_exist(page: Path) -> None:
 def test_readme_is_short_and_has_code() -> None:
     assert len(README.read_text().splitlines()) <= 120
     assert {"sh", "console", "python"} == {block.language for block in pages.blocks(README)}
+
+
+SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=pages.label)
+def test_what_examples_import_exists(script: Path) -> None:
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and re.match(r"lnrewrite(\.|$)", node.module):
+            held = importlib.import_module(node.module)
+            modules = {name for _, name, _ in pkgutil.iter_modules(getattr(held, "__path__", []))}
+            assert [a.name for a in node.names if not hasattr(held, a.name) and a.name not in modules] == []
 
 
 @pytest.mark.parametrize("marker", ["install", "test"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from importlib.metadata import EntryPoints
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lnrewrite
 
@@ -98,3 +100,17 @@ def test_constraints_pin_every_dependency() -> None:
     wanted = [*project["dependencies"], *extras["cpu"], *extras["docs"], *extras["hf"], *extras["test"]]
     names = {d.split(">")[0].split("=")[0].split("[")[0] for d in wanted} - {"lnrewrite"}
     assert names <= pins
+
+
+def test_the_workflow_covers_the_declared_versions() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    matrix = workflow["jobs"]["tests"]["strategy"]["matrix"]
+    classifiers = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    (torch,) = [d for d in PROJECT["project"]["dependencies"] if d.startswith("torch>")]
+    first, last = map(int, re.findall(r"2\.(\d+)", torch))
+    assert matrix["python"] == classifiers
+    assert matrix["torch"] == [f"2.{minor}" for minor in range(first, last)]
+
+
+def test_the_citation_names_this_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == lnrewrite.__version__
