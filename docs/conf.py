@@ -31,7 +31,7 @@ autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 add_module_names = False
 default_role = "code"
-nitpicky = False
+smartquotes = False
 
 
 def plain(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

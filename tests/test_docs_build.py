@@ -39,5 +39,6 @@ def test_the_reference_is_whole(site: Path) -> None:
     assert not [name for name in lnrewrite.__all__ if name != "__version__" and f'id="lnrewrite.{name}"' not in python]
     commands = (site / "reference/cli.html").read_text()
     assert not [name for name in main.commands if f'id="lnrewrite-{name}"' not in commands]
+    assert ".. option" not in commands, "its reStructuredText is taken for Markdown"
     passes = (site / "reference/passes.html").read_text()
     assert not [name for name in registry.available() if f'id="{name}"' not in passes]
