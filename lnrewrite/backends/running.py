@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -47,7 +46,7 @@ class Runnable(ABC):
         return False
 
     @abstractmethod
-    def call(self, batch: Batch) -> Any:
+    def call(self, batch: Batch) -> object:
         """Return what the model gives for a batch: its tree of outputs, without gradients."""
 
     @abstractmethod
@@ -75,7 +74,7 @@ class TorchRunnable(Runnable):
         """Return whether this is a graph of torch, whose constants were computed when it was captured."""
         return isinstance(self.module, fx.GraphModule)
 
-    def call(self, batch: Batch) -> Any:
+    def call(self, batch: Batch) -> object:
         """Return what the module gives for a batch."""
         if self.wide:
             batch = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
@@ -92,7 +91,7 @@ def as_runnable(model: Runnable | nn.Module) -> Runnable:
     return model if isinstance(model, Runnable) else TorchRunnable(model)
 
 
-def floats(outputs: Any) -> Outputs:
+def floats(outputs: object) -> Outputs:
     """Return the floating point tensors of a tree of outputs, in order."""
     return [t for t in tensors_in(outputs) if t.is_floating_point()]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from ..compat.torch import tensors_in
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Exactness
 from ..pipeline.protocols import Batch
-from ..pipeline.results import Comparison, Drift, Verdict
+from ..pipeline.results import Comparison, Drift, Json, Verdict
 
 TOLERANCE = {
     Exactness.STRUCTURAL: 0.0,
@@ -46,7 +46,7 @@ def verify(
     tolerance: str | float | None = None,
     seed: int = 0,
     inputs: Sequence[Batch] | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Run two models on the same inputs in float64, at two batch sizes and lengths, and compare what they give.
 
     a, b: programs or modules (a module needs `inputs`: batches of keyword inputs), of torch or ONNX: outputs are

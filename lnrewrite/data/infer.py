@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from ..errors import Code, LnrewriteError, told
 from ..ir.inputs import Input, Role
 from ..loading.source import OpenOptions
 from .inputs import BATCH, LENGTH, Inputs, parse_inputs
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _MAIN = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds")
 _IMAGE_SIZES = (32, 28, 64, 224)
@@ -127,8 +130,8 @@ def _call(module: nn.Module, tensors: Mapping[str, Tensor]) -> Inputs:
 def _from_config(module: nn.Module, seed: int) -> Iterator[Inputs]:
     """Guess from a transformers config: the main input alone, with decoder ids, or with the model's other inputs."""
     known = _parameters(module)
-    config = cast(Any, module).config
-    main = cast(Any, module).main_input_name
+    config = cast("PreTrainedModel", module).config
+    main: str | None = cast("PreTrainedModel", module).main_input_name
     main = main if main in known else next((name for name in _MAIN if name in known), None)
     if main is None:
         return
@@ -148,7 +151,7 @@ def _from_config(module: nn.Module, seed: int) -> Iterator[Inputs]:
                 yield _call(module, call)
 
 
-def _drawn(name: str, shape: Sequence[int], config: Any, generator: torch.Generator) -> Tensor:
+def _drawn(name: str, shape: Sequence[int], config: PretrainedConfig, generator: torch.Generator) -> Tensor:
     """Draw one input; ids lie below the vocabulary and avoid the padding id, which models treat apart."""
     if not name.endswith("ids"):
         return draw_one(Input(name, "float32", tuple(shape), tuple(shape), Role.VALUES), generator)
@@ -159,7 +162,7 @@ def _drawn(name: str, shape: Sequence[int], config: Any, generator: torch.Genera
     return ids if pad is None else torch.where(ids == pad, (ids + 1) % size, ids)
 
 
-def _shapes(name: str, config: Any, length: int) -> Iterator[tuple[int, ...]]:
+def _shapes(name: str, config: PretrainedConfig, length: int) -> Iterator[tuple[int, ...]]:
     """Yield shapes for an input of a transformers model, likeliest first; `length` is that of a sequence of ids."""
     if name == "pixel_values":
         part = getattr(config, "vision_config", None) or config
@@ -225,7 +228,7 @@ def _vocabulary_read(module: nn.Module, probe: Tensor) -> int:
     probe = _placed(module, probe)
     rows: list[int] = []
 
-    def note(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def note(layer: nn.Module, args: tuple[object, ...]) -> None:
         if args and isinstance(args[0], Tensor) and torch.equal(args[0], probe):
             rows.append(cast(nn.Embedding, layer).num_embeddings)
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ _DTYPES = {
 class Inputs:
     """Hold one example call: positional `args`, keyword tensors, and for each keyword its named (dynamic) axes."""
 
-    args: tuple[Any, ...] = ()
+    args: tuple[object, ...] = ()
     kwargs: dict[str, Tensor] = field(default_factory=dict)
     dynamic: dict[str, dict[int, str]] = field(default_factory=dict)
 
@@ -56,7 +55,7 @@ def parse_inputs(specs: Sequence[str], *, seed: int = 0, vocabulary: int = 2) ->
     `vocabulary`. Raises LnrewriteError LN021.
     """
     generator = torch.Generator().manual_seed(seed)
-    args: tuple[Any, ...] = ()
+    args: tuple[object, ...] = ()
     kwargs: dict[str, Tensor] = {}
     dynamic: dict[str, dict[int, str]] = {}
     sizes: dict[str, int] = {}
@@ -116,7 +115,7 @@ def _size(name: str, sizes: dict[str, int]) -> int:
     return sizes[name]
 
 
-def _read(spec: str) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+def _read(spec: str) -> tuple[tuple[object, ...], dict[str, Tensor]]:
     """Read a file of tensors: named ones as keywords, a single tensor or a tuple as positional arguments."""
     path = named_path(spec)
     if not os.path.isfile(path):

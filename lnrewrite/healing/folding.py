@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from ..algebra.placement import reading, writing
 from ..ir import Affine, Block, Edit, FoldReader, Norm, Operation, Proposal, SetNorm, Site, Stream, Vectors, Where, sums
+from ..ir.edits import Value
 from ..models.program import Program
 from ..pipeline.protocols import gain_of
 from .tapers import Taper, Tapering
@@ -96,7 +96,7 @@ class _Ending:
         """Return the taper that a norm went by, if it went."""
         return next((t for t in self.tapers.values() if t.going and not t.skip and t.value == site.origin[-1]), None)
 
-    def remove(self, block: Block, site: Site, scale: Any, shift: Any) -> Iterator[Operation]:
+    def remove(self, block: Block, site: Site, scale: Value, shift: Value | None) -> Iterator[Operation]:
         """Yield what takes an in norm out, once where parallel branches share it."""
         if site.origin[-1] not in self.gone:
             yield SetNorm(Where.IN, None)
@@ -113,7 +113,7 @@ class _Ending:
         elif site and rho != 1.0:
             yield SetNorm(Where.FINAL, replace(site.norm, eps=site.norm.eps / rho**2))
 
-    def constant(self, norm: Norm, rho: float) -> tuple[Any, Any]:
+    def constant(self, norm: Norm, rho: float) -> tuple[Value, Value | None]:
         """Return scale and shift of a norm with the constant size rho: gamma / rho, beta."""
         gain = gain_of(norm, self.program.values)
         scale = np.array(np.broadcast_to(gain / rho, (self.stream.width,)))

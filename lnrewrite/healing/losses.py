@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class Objective:
             found["spread"] = student.spread
         return found
 
-    def rows(self, outputs: Any, batch: Tensors) -> Tensor:
+    def rows(self, outputs: object, batch: Tensors) -> Tensor:
         """Return the cross-entropy of every target in nats: [targets]."""
         targets = self.targets(batch).reshape(-1)
         scores = self.scores(outputs, batch)
@@ -110,7 +110,7 @@ class Objective:
         losses = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none")
         return losses[targets != IGNORED]
 
-    def scores(self, outputs: Any, batch: Tensors) -> Tensor:
+    def scores(self, outputs: object, batch: Tensors) -> Tensor:
         """Return the logits [..., classes]. Raises LnrewriteError LN022 where no output has labels' shape."""
         leaves = [t for t in tensors_in(outputs) if t.is_floating_point()]
         named = logits(outputs)
@@ -141,7 +141,7 @@ class Objective:
         masks = [batch[name] for name in self.masks]
         return int(masks[0].sum()) if masks else next(iter(batch.values())).shape[:2].numel()
 
-    def divergence(self, student: Any, teacher: Any, batch: Tensors) -> Tensor:
+    def divergence(self, student: object, teacher: object, batch: Tensors) -> Tensor:
         """Return KL(teacher || student) of the logits or, without any, the relative squared error of the output."""
         if self.has_task(batch):
             mine, its = self.scores(student, batch), self.scores(teacher, batch)
@@ -168,7 +168,7 @@ class Objective:
         return rows.mean()
 
 
-def _first(outputs: Any) -> Tensor:
+def _first(outputs: object) -> Tensor:
     return next(t for t in tensors_in(outputs) if t.is_floating_point()).float()
 
 

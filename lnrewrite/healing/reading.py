@@ -11,7 +11,6 @@ import io
 import pickle
 import re
 from pathlib import Path, PurePath
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as described
@@ -50,7 +49,7 @@ _OTHERS = {
 class _Descriptions(pickle.Unpickler):
     """Unpickle torch's descriptions of tensors; every other name is an error."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == described.__name__ and name in _DESCRIPTIONS:
             return getattr(described, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -70,7 +69,7 @@ class Reader(FileSystemReader):
         super().__init__(path)
         self.index = self._read()
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> described.Metadata:
         """Return the index."""
         self.index.storage_meta = described.StorageMeta(load_id=self.load_id)
         return self.index

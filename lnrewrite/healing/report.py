@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 from ..layout import aligned
-from ..pipeline.results import Drift
+from ..pipeline.results import Drift, Json
 
 MEASURES = ("mean", "median", "p999")
 COLOURS = {"local": "#888888", "global": "#1f6fb4", "control": "#d0701e"}
@@ -29,8 +28,8 @@ class HealingReport:
     unit: str
     targets: int
     losses: Mapping[str, Mapping[str, float]]
-    trained: Mapping[str, Any]
-    recipe: Mapping[str, Any]
+    trained: Json
+    recipe: Json
     tokens: int
     seconds: float
     drift: Drift
@@ -43,7 +42,7 @@ class HealingReport:
         """Return how far the healed model is from the control, by the mean held-out loss."""
         return self.losses["healed"]["mean"] - self.losses.get("control", self.losses["teacher"])["mean"]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the JSON object of `heal --json`."""
         return {
             "output": self.output,
@@ -84,7 +83,7 @@ class HealingReport:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def picture(rows: Sequence[Mapping[str, Any]], title: str) -> str:
+def picture(rows: Sequence[Json], title: str) -> str:
     """Return an HTML page with the loss of every phase over its steps, as SVG; needs nothing to show it."""
     lines, legend = [], []
     values = sorted(row["loss"] for row in rows) or [0.0, 1.0]

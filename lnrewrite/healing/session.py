@@ -23,6 +23,7 @@ from ..errors import Code, LnrewriteError, UsageError
 from ..files.landing import write_text_whole
 from ..ir import Where
 from ..models.program import Program, capture
+from ..pipeline.results import Json
 from .config import TRAINED, HealingConfig
 from .distributed import World
 from .folding import fold, unfoldable
@@ -167,7 +168,7 @@ class Healing:
         return losses_of(program.module(), self.objective, self.measured, self.pair.teacher.module())
 
     def outcome(
-        self, healed: Program, losses: Mapping[str, Mapping[str, float]], trained: Mapping[str, Any], seconds: float
+        self, healed: Program, losses: Mapping[str, Mapping[str, float]], trained: Json, seconds: float
     ) -> HealingReport:
         task = self.objective.has_task(self.measured[0])
         rows = [inputs_of(batch) for batch in self.measured]
@@ -192,7 +193,7 @@ class Healing:
             notes=tuple(notes),
         )
 
-    def draw(self, log: Sequence[Mapping[str, Any]]) -> None:
+    def draw(self, log: Sequence[Json]) -> None:
         """Write the picture of the losses beside the log."""
         if self.world.first:
             page = picture(log, "lnrewrite heal: loss of the training batches")
@@ -208,7 +209,7 @@ def heal(
     output: str | Path | None = None,
     held_out: str | None = None,
     length: int | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, object] | None = None,
     run: str | Path | None = None,
     resume: bool = False,
     force: bool = True,
@@ -274,7 +275,7 @@ def mix_of(config: HealingConfig, task: bool) -> Mix:
 
 
 def seen(
-    model: Program | nn.Module, kwargs: Mapping[str, Any] | None, world: World, until: contextlib.ExitStack
+    model: Program | nn.Module, kwargs: Mapping[str, object] | None, world: World, until: contextlib.ExitStack
 ) -> Program:
     """Return a model as a program on this process's device, in eval mode `until` an exit stack is left."""
     program = model if isinstance(model, Program) else capture(model, kwargs=kwargs)

@@ -7,9 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import Code, LnrewriteError, told, words
 from ..files.landing import write_text_whole
+from ..pipeline.results import Json
 from ..quiet import quiet
 from .distributed import World
 from .reading import Planner, Reader
@@ -35,7 +34,7 @@ class Snapshots:
     it names.
     """
 
-    def __init__(self, folder: Path, world: World, asked: Mapping[str, Any], resume: bool) -> None:
+    def __init__(self, folder: Path, world: World, asked: Json, resume: bool) -> None:
         """Open the folder of a run that was asked for these things.
 
         Raises LnrewriteError LN605 where it holds another run, or one that was not to be resumed.
@@ -62,7 +61,7 @@ class Snapshots:
             write_text_whole(folder / "run.json", text, force=False)
         world.wait()
 
-    def _asked(self) -> dict[str, Any] | None:
+    def _asked(self) -> Json | None:
         """Return what the run in the folder was asked, None where there is none. Raises LnrewriteError LN605."""
         held = self.folder / "run.json"
         if not os.path.lexists(held):
@@ -120,7 +119,7 @@ class Snapshots:
         set_state_dict(view, optimizer, model_state_dict=model, optim_state_dict=state)
         return step
 
-    def log(self, row: Mapping[str, Any]) -> None:
+    def log(self, row: Json) -> None:
         """Append one line of JSON."""
         if self.world.first:
             try:
@@ -132,7 +131,7 @@ class Snapshots:
                     Code.LN025, str(self.folder), why, "free some space, then continue with --resume"
                 ) from error
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Json]:
         """Return the log, of steps that ran again after a stop the last line each. Raises LnrewriteError LN605."""
         path = self.folder / "log.jsonl"
         try:

@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from ..algebra.fitting import careful_eps, spread, usual
+from ..algebra.fitting import Array, careful_eps, spread, usual
 from ..algebra.placement import WRITABLE, switches
 from ..errors import Code, LnrewriteError
 from ..ir import Block, Edit, Kind, Norm, Operation, Proposal, SetNorm, Site, Stream, Vectors, Where, sums
@@ -208,7 +207,7 @@ class Tapering:
         return len(self.stages) if self.stages else 0
 
 
-def _taper(name: str, site: Site, values: Any, going: bool) -> Taper:
+def _taper(name: str, site: Site, values: Array, going: bool) -> Taper:
     """Return the taper that stands for a norm wherever it is read."""
     norm = site.norm
     if norm.kind not in WRITABLE or norm.computed or norm.over or norm.factor != 1.0 or site.modulated:
@@ -217,7 +216,7 @@ def _taper(name: str, site: Site, values: Any, going: bool) -> Taper:
     return Taper(name, site.origin[0], site.origin[-1], norm, _typical(norm.kind, values), going)
 
 
-def _typical(kind: Kind, values: Any) -> float:
+def _typical(kind: Kind, values: Array) -> float:
     """Return the typical size of a token: the geometric mean over rows [tokens, width], outliers left out."""
     sizes = spread(kind, values)[usual(values) > 0]
     sizes = sizes[sizes > 0]

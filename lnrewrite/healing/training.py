@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -222,9 +221,9 @@ def _until_stopped() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield flag.is_set
         return
-    before: Any = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)
 
-    def asked(number: int, frame: Any) -> None:
+    def asked(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, before)
         flag.set()
 

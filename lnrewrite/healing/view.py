@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,7 +31,7 @@ class Trace:
     `states` maps a block's name to [..., width]; `spread` is the mean over tapers of E[log(s / rho)^2], or None.
     """
 
-    outputs: Any
+    outputs: object
     states: Mapping[str, Tensor]
     spread: Tensor | None
 
@@ -75,9 +74,9 @@ class View(nn.Module):
         self._parts, bodies = _cut(self, module, graph, set(self._sums))
         self.parts = nn.ModuleList(Part(body) for body in bodies)
 
-    def forward(self, *inputs: Any) -> Trace:
+    def forward(self, *inputs: Tensor) -> Trace:
         """Run on the flat inputs of the captured graph."""
-        values: dict[fx.Node, Any] = dict(zip(self._inputs, inputs, strict=True))
+        values: dict[fx.Node, Tensor] = dict(zip(self._inputs, inputs, strict=True))
         states: dict[str, Tensor] = {}
         for part, module in zip(self._parts, self.parts, strict=True):
             given = [self._shared(n) if n.op == "get_attr" else values[n] for n in part.reads]
@@ -93,7 +92,7 @@ class View(nn.Module):
                 del values[node]
         found = [values[n] for n in self._spreads]
         flat = fx.node.map_arg(self._result, lambda n: values[n])
-        outputs: Any = flat
+        outputs: object = flat
         if self._spec is not None:
             outputs = pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[arg-type]
         return Trace(outputs, states, torch.stack(found).mean() if found else None)
@@ -115,7 +114,7 @@ class Part(nn.Module):
         super().__init__()
         self.body = body
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         return self.body(*given)
 
 
@@ -198,7 +197,7 @@ def _insert(
     return spread
 
 
-def _item(pair: tuple[Any, ...], index: int) -> Any:
+def _item(pair: tuple[Tensor, ...], index: int) -> Tensor:
     return pair[index]
 
 
@@ -227,7 +226,7 @@ def _tensor(module: CapturedModule, node: fx.Node) -> Tensor:
     return found
 
 
-def _safe(name: Any) -> str:
+def _safe(name: object) -> str:
     return str(name).replace(".", "__")
 
 

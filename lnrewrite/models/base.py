@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..backends.running import Runnable, as_runnable
 from ..comparison.proving import Evidence
 from ..comparison.verifying import drift
-from ..detect.arithmetic import Unknown, affine, evaluate
+from ..detect.arithmetic import Array, Unknown, affine, evaluate
 from ..detect.detection import Detection, detect
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
@@ -21,14 +21,22 @@ from ..ir.inputs import InputSpec
 from ..ir.summary import Picture, describe
 from ..pipeline.certifying import certify
 from ..pipeline.protocols import Batch, Samples
-from ..pipeline.results import Drift
+from ..pipeline.results import Drift, Json
 from ..pipeline.sounding import Edits
 from . import calibration
 
 UNTRIED = "the picture was not tried on numbers: {}"
 
 
-class GraphModel(Runnable):
+Example = dict[str, Any]
+"""One call's inputs by name: tensors, and of a torch model what else its forward takes."""
+
+
+Held = TypeVar("Held")
+"""A parameter as a model stores it."""
+
+
+class GraphModel(Runnable, Generic[Held]):
     """See a model as a graph; a subclass says what the graph is, what its parameters hold, and how it runs."""
 
     format: str
@@ -53,7 +61,7 @@ class GraphModel(Runnable):
         """Return whether this is a graph of torch, whose constants were computed when it was captured."""
         return as_runnable(self.module()).traced
 
-    def call(self, batch: Batch) -> Any:
+    def call(self, batch: Batch) -> object:
         """Return what the model gives for a batch: its tree of outputs, without gradients."""
         return as_runnable(self.module()).call(batch)
 
@@ -73,15 +81,15 @@ class GraphModel(Runnable):
     @abstractmethod
     def _lift(self) -> OpGraph: ...
     @abstractmethod
-    def _held(self, param: str) -> Any | None:
+    def _held(self, param: str) -> Held | None:
         """Return a parameter as the model stores it, or None where there is none of that name."""
 
     @abstractmethod
-    def _array(self, held: Any) -> Any:
+    def _array(self, held: Held) -> Array:
         """Return what `_held` gave as a float64 numpy array."""
 
     @abstractmethod
-    def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Any]:
+    def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Tensor]:
         """Run the model on one batch and return the values of some of its nodes."""
 
     @abstractmethod
@@ -151,11 +159,11 @@ class GraphModel(Runnable):
         """Return the text form of the picture; a notebook shows it as a table."""
         return Picture(text.render(self.certified))
 
-    def inspect(self) -> dict[str, Any]:
+    def inspect(self) -> Json:
         """Return the object of `lnrewrite inspect --json`: streams, blocks, placements, norms, refusals."""
         return describe(self.certified, self.format, self.is_ones, self.is_zeros, self.notes)
 
-    def values(self, param: str) -> Any:
+    def values(self, param: str) -> Array:
         """Return the values of a parameter, or of a node computed from parameters, as a float64 numpy array.
 
         Raises LnrewriteError LN105 where a node computes them in a way that cannot be followed.
@@ -169,11 +177,11 @@ class GraphModel(Runnable):
                 ) from why
         return self._array(self._known(param))
 
+    @abstractmethod
     def shape(self, param: str) -> tuple[int, ...]:
         """Return a parameter's shape."""
-        return tuple(map(int, self._known(param).shape))
 
-    def affine(self, start: str, end: str) -> tuple[Any, Any]:
+    def affine(self, start: str, end: str) -> tuple[Array, Array]:
         """Return (a, s), one number per channel each, of a piece of graph that computes a x + s from constants."""
         try:
             return affine(self.graph, start, end, self.values)
@@ -196,7 +204,7 @@ class GraphModel(Runnable):
         """Return what the model is called with: names, types, sizes, and the rows of tables that ids look up."""
 
     @abstractmethod
-    def example_inputs(self) -> dict[str, Any]:
+    def example_inputs(self) -> Example:
         """Return inputs that the model accepts, by name."""
 
     def trials(self, seed: int) -> Sequence[Batch]:
@@ -216,7 +224,7 @@ class GraphModel(Runnable):
         """Run the model on the batches and return the size of the largest number in each value of its graph."""
         return calibration.peaks(self.graph, self._record, batches)
 
-    def _known(self, param: str) -> Any:
+    def _known(self, param: str) -> Held:
         held = self._held(param)
         if held is None:
             raise LnrewriteError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.fixed import elsewhere, other_path
 from ..backends.torch.module import CapturedModule
+from ..detect.arithmetic import Array
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError, words
 from ..ir import Block, Network, Stream, Where
@@ -38,7 +39,7 @@ def collect(network: Network, record: Recorder, batches: Sequence[Batch], seed: 
     axes = {n: axis for nodes in names.values() for n, axis in nodes.values() if n}
     width = max((s.width for s in network.streams), default=0) or 1  # 0: not known
     limit = max(64, BYTES // (8 * width * max(1, len(axes)) * len(batches)))
-    parts: dict[str, list[Any]] = {n: [] for n in axes}
+    parts: dict[str, list[Array]] = {n: [] for n in axes}
     for index, batch in enumerate(batches):
         for name, value in record(batch, list(axes)).items():
             rows = value.detach().movedim(axes[name], -1)
@@ -95,7 +96,7 @@ class _Keeping(fx.Interpreter):
         self.wanted = wanted
         self.kept: dict[str, torch.Tensor] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         value = super().run_node(n)
         if n.name in self.wanted:  # of an operator with several results, the first
             self.kept[n.name] = (value[0] if isinstance(value, (tuple, list)) else value).detach()

@@ -29,6 +29,7 @@ from ..backends.outputs import Outputs, apart
 from ..backends.rewriter import Rewriter
 from ..comparison.proving import FLOOR, Evidence, gathered, unexplained
 from ..data.inputs import parse_inputs
+from ..detect.arithmetic import Array
 from ..detect.detection import Detection
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
@@ -39,13 +40,18 @@ from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec
 from ..kernels.library import DOMAIN, find
 from ..pipeline.protocols import Batch
-from .base import GraphModel
+from ..pipeline.report import Report
+from .base import Example, GraphModel
 
 TRIED = 20_000
 """A model of more nodes is not tried on numbers: each trial copies it, and a copy of so many takes seconds."""
 
 
-class OnnxProgram(GraphModel):
+Given = Mapping[str, object] | Sequence[object] | None
+"""Inputs that a user gives: by name, in their order, as `--input` specifications, or none."""
+
+
+class OnnxProgram(GraphModel[ir.TensorProtocol]):
     """Hold an ONNX model and the picture that detection makes of it; `lnrewrite.load` makes it of a file.
 
     It offers what `Program` does, except training: its `module()` runs the model in ONNX Runtime. `style` is the target
@@ -60,7 +66,7 @@ class OnnxProgram(GraphModel):
         model: ir.Model,
         *,
         style: str = "generic",
-        given: Mapping[str, Any] | None = None,
+        given: Example | None = None,
         done: tuple[str, ...] = (),
         file: tuple[Path, str] | None = None,
     ) -> None:
@@ -68,7 +74,7 @@ class OnnxProgram(GraphModel):
         self._given, self._file = given, file
 
     @classmethod
-    def open(cls, path: Path, name: str, inputs: Any = None, seed: int = 0) -> Self:
+    def open(cls, path: Path, name: str, inputs: Given = None, seed: int = 0) -> Self:
         """Read a file, `name` in errors. inputs: as `lnrewrite.load` takes them; None makes them up when needed.
 
         Raises LnrewriteError LN024 for weights that are NaN or infinite, and what reading the file raises.
@@ -120,12 +126,12 @@ class OnnxProgram(GraphModel):
         return self._module
 
     @cached_property
-    def _inputs(self) -> dict[str, Any]:
+    def _inputs(self) -> Example:
         if self._given is not None:
             return dict(self._given)
         return example_inputs(self.model, lambda inputs: self.module()(**inputs))
 
-    def example_inputs(self) -> dict[str, Any]:
+    def example_inputs(self) -> Example:
         """Return inputs that the model accepts, by name."""
         return dict(self._inputs)
 
@@ -159,7 +165,11 @@ class OnnxProgram(GraphModel):
         found = self.model.graph.initializers.get(param)
         return None if found is None else found.const_value
 
-    def _array(self, held: ir.TensorProtocol) -> Any:
+    def shape(self, param: str) -> tuple[int, ...]:
+        """Return an initializer's shape."""
+        return tuple(int(str(size)) for size in self._known(param).shape)
+
+    def _array(self, held: ir.TensorProtocol) -> Array:
         return held.numpy().astype("float64")
 
     def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
@@ -235,7 +245,7 @@ class OnnxProgram(GraphModel):
         bound = TOLERANCE["fp16" if self.in_half else "fp32"]
         put(model, check_output(path, force), self, bound, lambda message: None, force=force)
 
-    def export(self, path: str | os.PathLike[str], **how: Any) -> Any:
+    def export(self, path: str | os.PathLike[str], **how: Any) -> Report:
         """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.export.writer.export`."""
         from ..export.writer import export
 
@@ -253,12 +263,13 @@ def _run(module: torch.nn.Module, batch: Batch) -> Outputs:
     return [t.double() for t in outputs.values() if t.is_floating_point()]
 
 
-def _named(model: ir.Model, inputs: Mapping[str, Any] | Sequence[Any] | None, seed: int) -> dict[str, Any] | None:
+def _named(model: ir.Model, inputs: Given, seed: int) -> Example | None:
     """Return inputs by name: those given, or drawn as `--input` specifications say."""
     if inputs is None or isinstance(inputs, Mapping):
         return None if inputs is None else dict(inputs)
     names = [v.name or "" for v in model.graph.inputs]
-    if not all(isinstance(i, str) for i in inputs):
+    specs = [i for i in inputs if isinstance(i, str)]
+    if len(specs) < len(inputs):
         return dict(zip(names, inputs, strict=True))
-    drawn = parse_inputs(list(inputs), seed=seed, vocabulary=min(spec_of_model(model).rows.values(), default=2))
+    drawn = parse_inputs(specs, seed=seed, vocabulary=min(spec_of_model(model).rows.values(), default=2))
     return {**dict(zip(names, drawn.args, strict=False)), **drawn.kwargs}

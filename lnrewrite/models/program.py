@@ -21,6 +21,7 @@ from ..backends.torch.fixed import fixed_paths
 from ..backends.torch.lift import lift
 from ..backends.torch.module import Called, CapturedModule, stored, with_plain_outputs
 from ..comparison.proving import Evidence, away, evidence
+from ..detect.arithmetic import Array
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
 from ..files.landing import poured, write_whole
@@ -30,7 +31,7 @@ from ..ir.inputs import InputSpec
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Report
 from . import calibration
-from .base import GraphModel
+from .base import Example, GraphModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -41,7 +42,7 @@ TRIED = 32
 """How many batches are made up where some take another path than the captured one."""
 
 
-class Program(GraphModel):
+class Program(GraphModel[torch.Tensor]):
     """Hold a captured model: its graph with parameters, example inputs, and the picture that detection makes of it.
 
     Made by `lnrewrite.load` and `lnrewrite.capture`; passes never change it, they give a new one.
@@ -69,7 +70,7 @@ class Program(GraphModel):
         """Return the model as a trainable nn.Module, the same object at each call, called as the original was."""
         return self._capture.module
 
-    def example_inputs(self) -> dict[str, Any]:
+    def example_inputs(self) -> Example:
         """Return the inputs that the model was captured with, by name."""
         s = self._capture.module.signature
         return {**dict(zip(s.positional, self._capture.args, strict=True)), **self._capture.kwargs}
@@ -101,7 +102,11 @@ class Program(GraphModel):
     def _held(self, param: str) -> torch.Tensor | None:
         return stored(self._capture.module, param)
 
-    def _array(self, held: torch.Tensor) -> Any:
+    def shape(self, param: str) -> tuple[int, ...]:
+        """Return a parameter's shape."""
+        return tuple(self._known(param).shape)
+
+    def _array(self, held: torch.Tensor) -> Array:
         return held.detach().double().cpu().numpy()
 
     def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
@@ -222,9 +227,9 @@ class Program(GraphModel):
 
 def capture(
     module: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    dynamic_shapes: object = None,
 ) -> Program:
     """Capture a live module, or an earlier `program.module()`, with example inputs.
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import Code, Refusal
 from ..ir import Exactness
 from ..layout import aligned, wrapped
-from .results import Drift, Proof
+from .results import Drift, Json, Proof
 
 _MEANING = {
     Exactness.STRUCTURAL: "the same operations",
@@ -31,7 +30,7 @@ class Step:
     refused: int
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the row as JSON reports show it."""
         return {"pass": self.text, "edits": self.edits, "refused": self.refused, "seconds": round(self.seconds, 4)}
 
@@ -44,7 +43,7 @@ class Expected:
     error: float | None
     note: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the row as JSON reports show it."""
         return {"site": self.site, "expected": self.error, "note": self.note}
 
@@ -112,12 +111,12 @@ class Report:
     proved: Proof | None = None
 
     @property
-    def drift(self) -> dict[str, Any] | None:
+    def drift(self) -> Json | None:
         """Return what was measured, as JSON reports show it."""
         return None if self.measured is None else self.measured.to_dict()
 
     @property
-    def proof(self) -> dict[str, Any] | None:
+    def proof(self) -> Json | None:
         """Return what was proved of the file, as `export --json` shows it."""
         return None if self.proved is None else self.proved.to_dict()
 
@@ -126,7 +125,7 @@ class Report:
         """Return how many edits were applied in all."""
         return sum(step.edits for step in self.steps)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the JSON object of `convert --json`."""
         rows = None if self.norms is None else [row.to_dict() for row in self.norms]
         exported = {} if rows is None else {"norms": rows, "proof": self.proof}

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+Json = dict[str, Any]
+"""A JSON object: what reports are made of for programs."""
+
 
 class Verdict(StrEnum):
     """Name what a comparison found: equal bit by bit, within its tolerance, or different."""
@@ -38,7 +41,7 @@ class Comparison:
         """Return whether the two are further apart than is allowed."""
         return self.verdict is Verdict.DIFFERENT
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Json:
         """Return the numbers as JSON reports show them."""
         return {
             "verdict": str(self.verdict),
@@ -49,7 +52,7 @@ class Comparison:
             "dtype": self.dtype,
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the JSON object of `verify --json`."""
         kernels = {} if self.kernels is None else {"kernels": self.kernels.figures()}
         return {**self.figures(), **kernels, "notes": list(self.notes)}
@@ -62,7 +65,7 @@ class Proof:
     found: Comparison
     notes: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the object `proof` of `export --json`."""
         return self.found.figures()
 
@@ -86,7 +89,7 @@ class Drift:
     off_path: int = 0
     data: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the object `drift` of JSON reports."""
         return {
             **({} if self.data is None else {"data": self.data}),

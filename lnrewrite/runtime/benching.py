@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -25,7 +24,8 @@ from ..errors import Code, LnrewriteError
 from ..kernels.library import DOMAIN, register
 from ..loading.identify import identify
 from ..loading.source import Format
-from ..models.onnx_program import OnnxProgram
+from ..models.onnx_program import Given, OnnxProgram
+from ..pipeline.results import Json
 from .sessions import PROVIDERS, check_target, does_not_run
 from .timings import Benchmark, Spread, Timing
 
@@ -53,13 +53,13 @@ def bench(
     *,
     target: str = "cpu",
     threads: int = 1,
-    inputs: Any = None,
+    inputs: Given = None,
     rounds: int = 9,
     runs: int = 11,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Time ONNX files on one input and return the object of `bench --json`: medians in ms, ratios to the first model.
 
     target: cpu, or cuda (IO binding, a CUDA graph of these inputs' shapes, no fallback to the CPU). threads: of the
@@ -100,7 +100,7 @@ def _path(model: str) -> Path:
     return form.path
 
 
-def _opened(models: Sequence[str], inputs: Any, seed: int) -> list[Timed]:
+def _opened(models: Sequence[str], inputs: Given, seed: int) -> list[Timed]:
     """Read the models, with the inputs that all get: those given, or made up from the first."""
     paths = [_path(model) for model in models]
     first = OnnxProgram.open(paths[0], models[0], inputs, seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import onnx
 import onnxruntime
@@ -17,7 +16,11 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 def session(
-    path: str | os.PathLike[str], *, target: str = "cpu", threads: int | None = None, options: Any = None
+    path: str | os.PathLike[str],
+    *,
+    target: str = "cpu",
+    threads: int | None = None,
+    options: onnxruntime.SessionOptions | None = None,
 ) -> onnxruntime.InferenceSession:
     """Return an onnxruntime.InferenceSession of an ONNX file, lnrewrite's operators registered.
 

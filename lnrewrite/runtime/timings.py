@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
+
+from ..pipeline.results import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Timing:
     times: Spread
     ratio: Spread
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the row of a model as `bench --json` shows it."""
         ratio = {"p10": self.ratio.p10, "median": self.ratio.median, "p90": self.ratio.p90}
         times = {"median_ms": self.times.median, "p10_ms": self.times.p10, "p90_ms": self.times.p90}
@@ -52,7 +54,7 @@ class Benchmark:
     models: tuple[Timing, ...]
     notes: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the JSON object of `bench --json`."""
         return {
             "target": self.target,

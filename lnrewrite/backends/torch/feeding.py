@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from .module import CapturedModule
 WHAT = "calibration data"
 
 
-def flat_inputs(module: CapturedModule, batch: Batch) -> list[Any]:
+def flat_inputs(module: CapturedModule, batch: Batch) -> list[object]:
     """Return a batch's tensors in the order of the graph's placeholders. Raises LnrewriteError LN022 on a misfit."""
     s = module.signature
     wanted = (*s.positional, *s.keywords)
