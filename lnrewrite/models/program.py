@@ -229,7 +229,7 @@ def capture(
     module: nn.Module,
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    dynamic_shapes: object = None,
+    dynamic_shapes: Mapping[str, object] | Sequence[object] | None = None,
 ) -> Program:
     """Capture a live module, or an earlier `program.module()`, with example inputs.
 
