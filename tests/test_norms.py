@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lnrewrite as lnr
+from lnrewrite.detect import detection, proving
 from lnrewrite.detect.match import NormMatch
 from lnrewrite.detect.norms import find_norms
 from zoo.nets import Mlp, Net, Residual, stack
@@ -44,6 +45,21 @@ def test_spelling(name: str) -> None:
     assert (norm.plus_one, norm.computed) == (truth.plus_one, truth.computed)
     if norm.gamma and not norm.computed:
         assert norm.gamma.startswith("norm.")
+
+
+def test_norms_are_recognized_once_a_model_and_proved_once_a_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ONNX writer and the live route take the matches that detection found; equal norms have one verdict."""
+    looked, proved = list[object](), list[object]()
+    find, verdict = detection.find_norms, proving._verdict
+    monkeypatch.setattr(detection, "find_norms", lambda graph: looked.append(graph) or find(graph))
+    monkeypatch.setattr(proving, "_verdict", lambda graph, *rest: proved.append(graph) or verdict(graph, *rest))
+    torch.manual_seed(0)
+    layers = [layer for _ in range(5) for layer in (Clamped(8), nn.Linear(8, 8))]
+    program = lnr.capture(nn.Sequential(*layers).eval(), (torch.randn(3, 6, 8),))
+    assert len(program.detection.norms) == 5 and program.network is program.detection.network
+    program.to_onnx()
+    assert (len(looked), len(proved)) == (1, 1)
+    assert {m.norm.gamma for m in program.detection.norms.values()} == {f"{i}.weight" for i in range(0, 10, 2)}
 
 
 class Clamped(nn.Module):
