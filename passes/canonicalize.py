@@ -47,8 +47,8 @@ class Canonicalize(Pass):
         edits: list[Edit] = []
         skipped = [(b.name, "the block holds no norm") for b in stream.blocks if not b.sites]
         kept = _read_elsewhere(stream, context)
-        for name, block, site in stream.located():
-            target, index = (block.name, block.index(site)) if block else (name, 0)
+        for place in stream.located():
+            name, _, site = place
             plain = _plain(site.norm, kept, context)
             if site.norm.kind not in (Kind.LAYER, Kind.RMS):
                 skipped.append((name, f"the pass is defined for layer and rms norms, not for {site.norm.kind}"))
@@ -57,7 +57,7 @@ class Canonicalize(Pass):
             else:
                 gamma = None if plain.gamma is None else Gain(plain.gamma, site.norm.plus_one)
                 beta = None if plain.beta is None else Gain(plain.beta)
-                edits.append(Edit(target, (SetNorm(site.where, plain, gamma, beta, index),)))
+                edits.append(Edit(place.target, (SetNorm(site.where, plain, gamma, beta, place.number),)))
         return Proposal(tuple(edits), not_applicable=tuple(skipped))
 
 

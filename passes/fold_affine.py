@@ -77,8 +77,8 @@ class FoldAffine(Pass):
         skipped = [(b.name, "the block holds no norm") for b in stream.blocks if not b.sites]
         folded: set[Site] = set()
         vectors = Vectors()
-        for name, block, site in stream.located():
-            target, index = (block.name, block.index(site)) if block else (name, 0)
+        for place in stream.located():
+            name, _, site = place
             if why := self._not_addressed(site):
                 skipped.append((name, why))
             elif blocked := next(_blocked(name, site), None):
@@ -91,7 +91,7 @@ class FoldAffine(Pass):
                     continue
                 bare = replace(site.norm, gamma=None, beta=None, plus_one=False, computed=False)
                 readers = () if site in folded else [FoldReader(r, scale, shift) for r in dict.fromkeys(site.readers)]
-                edits.append(Edit(target, (*readers, SetNorm(site.where, bare, index=index))))
+                edits.append(Edit(place.target, (*readers, SetNorm(site.where, bare, index=place.number))))
                 folded.add(site)
         return Proposal(tuple(edits), tuple(refusals), tuple(skipped), vectors)
 

@@ -71,7 +71,8 @@ class FoldBatchnorm(Pass):
     def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one edit for each batch norm."""
         edits, refusals, vectors, folded = list[Edit](), list[Refusal](), Vectors(), set[Site]()
-        for name, block, site in stream.located():
+        for place in stream.located():
+            name, block, site = place
             if site.norm.kind not in {Kind.BATCH, Kind.POWER}:
                 continue
             if not (site.norm.variance or site.norm.computed) or site.norm.over:
@@ -82,9 +83,9 @@ class FoldBatchnorm(Pass):
             if isinstance(ways[0], Refusal):
                 refusals.append(ways[0].at(name))
             else:
-                gone = SetNorm(site.where, None, index=block.index(site) if block else 0)
+                gone = SetNorm(site.where, None, index=place.number)
                 operations = () if site in folded else ways[0]  # parallel blocks may hold one norm
-                edits.append(Edit(block.name if block else name, (*operations, gone)))
+                edits.append(Edit(place.target, (*operations, gone)))
                 folded.add(site)
         if not stream.width and context.network.computed:
             weights = tuple(Freeze(node) for node in context.network.computed)

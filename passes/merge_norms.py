@@ -62,7 +62,8 @@ class MergeNorms(Pass):
     def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one edit for each norm of a norm."""
         edits, refusals, vectors = list[Edit](), list[Refusal](), Vectors()
-        for name, block, site in stream.located():
+        for place in stream.located():
+            name, _, site = place
             if not site.norm.over:
                 continue
             try:
@@ -70,10 +71,11 @@ class MergeNorms(Pass):
             except Closed as closed:
                 refusals.append(closed.refusal(name))
                 continue
-            target, index = (block.name, block.index(site)) if block else (name, 0)
             gamma = context.gain(norm) * factor * np.ones(site.width or stream.width)
             note = "" if norm.kind is site.norm.over.kind else f"error below {site.norm.eps:.1g} mean^2 / (2 variance)"
-            edits.append(Edit(target, (SetNorm(site.where, norm, vectors.add(gamma), index=index),), note=note))
+            edits.append(
+                Edit(place.target, (SetNorm(site.where, norm, vectors.add(gamma), index=place.number),), note=note)
+            )
         return Proposal(tuple(edits), refusals=tuple(refusals), vectors=vectors, otherwise="it does not read a norm")
 
     def _merged(self, top: Norm, under: Norm, context: Context) -> tuple[Norm, float]:

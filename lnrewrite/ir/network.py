@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from ..errors import Refusal
 from .parts import Anchor, Barrier, Linear, Placement, Scale, ScalePair, Side, Site, Where
@@ -107,15 +108,15 @@ class Stream:
         for name, _, site in self.located():
             yield name, site
 
-    def located(self) -> Iterator[tuple[str, Block | None, Site]]:
-        """Yield (site name, block, site) for every norm; the block is None at the stream's ends."""
+    def located(self) -> Iterator[Located]:
+        """Yield every norm on the stream and in its branches with its place, in dataflow order."""
         if self.embedding:
-            yield f"{self.name}.embedding", None, self.embedding
+            yield Located(f"{self.name}.embedding", None, self.embedding)
         for block in self.blocks:
             for site in block.sites:
-                yield site_name(block, site), block, site
+                yield Located(site_name(block, site), block, site)
         if self.final:
-            yield f"{self.name}.final", None, self.final
+            yield Located(f"{self.name}.final", None, self.final)
 
     def producers(self, block: Block | None, site: Site) -> tuple[Linear, ...]:
         """Return the linears whose sum, scaled at most, a norm reads; none where something else has a part in it."""
@@ -124,6 +125,24 @@ class Stream:
         if site.where is Where.OUT and block:
             return () if block.barrier(Side.WRITTEN) else block.writers
         return site.writers
+
+
+class Located(NamedTuple):
+    """Place a norm in its stream: the site's name, and its block; None at the stream's ends."""
+
+    name: str
+    block: Block | None
+    site: Site
+
+    @property
+    def target(self) -> str:
+        """Return what an edit of the norm names as its target."""
+        return self.block.name if self.block else self.name
+
+    @property
+    def number(self) -> int:
+        """Return which of the block's sites of that kind it is."""
+        return self.block.index(self.site) if self.block else 0
 
 
 def site_name(block: Block, site: Site) -> str:

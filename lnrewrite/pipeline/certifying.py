@@ -140,10 +140,11 @@ class Trials:
     def all(self) -> Iterator[Trial]:
         """Yield a trial for each norm and what reads or writes it, each bare edge, and each branch's scale pairs."""
         seen = set[tuple[str, ...]]()
-        for name, block, site in self.stream.located():
+        for place in self.stream.located():
+            name, block, site = place
             if site.origin[-1:] not in seen and site.norm.kind in (Kind.LAYER, Kind.RMS) and not site.norm.over:
                 operations = self.norm(block, site)
-                yield Trial(name, SIDES.get(site.where), Edit(block.name if block else name, operations))
+                yield Trial(name, SIDES.get(site.where), Edit(place.target, operations))
             seen.add(site.origin[-1:])  # parallel blocks may hold one norm
         for block in self.stream.blocks:
             yield from self.bare(block)
