@@ -82,7 +82,7 @@ class Place(Pass):
             if b not in moving
         ]
         skipped += [
-            (f"{stream.name}.{w}", "embedding and final norms are no block's")
+            (f"{stream.name}.{w}", "embedding and final norms belong to no block")
             for w, s in (("embedding", stream.embedding), ("final", stream.final))
             if s
         ]

@@ -196,7 +196,7 @@ def test_a_model_of_two_kinds_has_the_commoner_one_fused(kernels: Path, tmp_path
         for value in node.outputs:
             value.shape = value.shape or model.graph.inputs[0].shape
     rows, notes = boundaries.fuse_norm_add_norm(model)
-    assert len(rows) == 2 and notes == ["1 boundaries are left as they were: their norms are no LayerNormalization"]
+    assert len(rows) == 2 and notes == ["1 boundaries stay as they are: their norms are not LayerNormalization"]
 
 
 def test_a_library_that_is_named_and_missing_stops_only_what_needs_it(

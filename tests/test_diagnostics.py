@@ -13,7 +13,8 @@ import pytest
 
 import lnrewrite
 from lnrewrite import codes
-from lnrewrite.errors import Code, Diagnostic, LnrewriteError, Refusal, Refused, UsageError
+from lnrewrite.cli.tables import placement_map
+from lnrewrite.errors import Code, Diagnostic, Exit, LnrewriteError, Refusal, Refused, UsageError
 from lnrewrite.healing.training import Stopped
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +32,7 @@ def sources() -> dict[str, ast.Module]:
     return {str(p): ast.parse((ROOT / p).read_text()) for p in sorted(ours)}
 
 
+@functools.cache
 def parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
     return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
@@ -67,11 +69,23 @@ def test_nothing_stands_where_nothing_can_be_done() -> None:
     alone = Refusal(Code.LN127, "stream.embedding", "it reads a sum of 2 sources", "")
     assert str(alone) == "LN127 stream.embedding: it reads a sum of 2 sources"
     assert str(Refused([alone])).endswith("2 sources; allow partial results (partial=True, --partial)")
+    found = {"streams": [], "norms": {"total": 0, "on_stream": 0, "kinds": {}}, "placement": "none", "format": "onnx"}
+    assert placement_map({**found, "refusals": [alone.to_dict()]}).endswith("2 sources")
 
 
 def test_a_code_is_the_string_that_users_see() -> None:
     row = Refusal(Code.LN101, "blocks.0", "why", "remedy").to_dict()
     assert row["code"] == "LN101" and type(row["code"]) is str and f"{Code.LN101}" == "LN101"
+
+
+def test_exit_codes_are_those_of_the_contract() -> None:
+    assert {code.name: int(code) for code in Exit} == {
+        "DONE": 0, "FAILED": 1, "USAGE": 2, "PARTIAL": 3, "DIFFERENT": 4, "INTERRUPTED": 130,
+    }  # fmt: skip
+    for path, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "exit_code":
+                assert ast.unparse(node.value).startswith("Exit."), f"{path}:{node.lineno}"
 
 
 # ---- codes ----
@@ -123,7 +137,7 @@ def test_only_codes_that_exist_are_named() -> None:
     ]
     for path in documents:
         named = set(LITERAL.findall(path.read_text()))
-        allowed = RETIRED if path.name in ("CHANGELOG.md", "errors.py") else set()
+        allowed = RETIRED if path.name in ("CHANGELOG.md", "errors.py") else {"LN999"}  # an example of an unknown one
         assert named <= set(Code) | allowed, path
 
 
@@ -158,6 +172,22 @@ def remedies() -> Iterator[tuple[str, str]]:
             if any(isinstance(a, ast.Attribute) and ast.unparse(a.value) == "Code" for a in call.args[:1]):
                 for text in resolved(call.args[-1], tree, above):
                     yield f"{path}:{call.lineno}", text
+
+
+def test_messages_are_idiomatic() -> None:
+    """What is refused "is not a norm", not "is no norm"; a name is "unknown", not "there is no such name"."""
+    stilted = re.compile(
+        r"\b(is|are) no (?!longer|norm )|there (is|are) no such|\bto be told\b| \w+(al|ogn|ant|tim)ised\b"
+    )
+    found = [
+        f"{path}:{node.lineno}: {node.value}"
+        for path, tree in sources().items()
+        if path.startswith(("lnrewrite", "passes"))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value
+        and not isinstance(parents(tree)[node], ast.Expr) and stilted.search(node.value)
+    ]  # fmt: skip
+    assert not found
 
 
 def test_a_remedy_is_something_to_do() -> None:

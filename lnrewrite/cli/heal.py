@@ -25,12 +25,12 @@ from .options import ACCEPT, FORCE, Screen, options, target_of, tell_name
 @click.option("--local-steps", default=0, show_default=True, help="First so many steps on each block alone.")
 @click.option("--losses", metavar="NAME=W,...", help="task, kl, hidden, spread; default task=0.5,kl=0.5,hidden=1.")
 @click.option("--train", default="all", show_default=True, help="all, norms or touched.")
-@click.option("--progressive", is_flag=True, help="Start at the teacher exactly and move the norms by degrees.")
+@click.option("--progressive", is_flag=True, help="Start exactly at the teacher and move the norms gradually.")
 @click.option(
     "--stages", "order", metavar="SELECT,...", help="What moves one after the other: mlp,attention,values,final."
 )
 @click.option("--ramp", default=0.6, show_default=True, help="The share of the steps in which norms move.")
-@click.option("--drop-final", is_flag=True, help="Take the final norm away too, by degrees.")
+@click.option("--drop-final", is_flag=True, help="Also remove the final norm, gradually.")
 @click.option("--no-control", is_flag=True, help="Do not train the teacher on the same tokens.")
 @click.option("--batch-size", default=16, show_default=True, help="Rows of a step, over all processes.")
 @click.option("--accumulate", default=1, show_default=True, help="Micro-batches of a step.")

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..errors import Refusal
 from ..layout import WIDTH, aligned, wrapped
 
 BRANCH = {"attention": "attn", "mlp": "mlp", "moe": "moe", "ssm": "ssm", "conv": "conv"}
@@ -34,7 +35,7 @@ def placement_map(found: Mapping[str, Any], every: bool = False) -> str:
     lines += [f"note: {note}" for note in found.get("notes", ())]
     if found["refusals"]:
         lines += ["", f"not understood: {len(found['refusals'])}"]
-        lines += [f"  {r['code']} {r['site']}: {r['why']}; {r['remedy']}" for r in found["refusals"]]
+        lines += [f"  {Refusal(**row)}" for row in found["refusals"]]
     return "\n".join(wrapped(lines))
 
 

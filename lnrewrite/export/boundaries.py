@@ -48,7 +48,7 @@ def fuse_norm_add_norm(model: ir.Model) -> tuple[list[Form], list[str]]:
     """Write every boundary of a semantic model as one operator; return a row for each norm in it, and what was left."""
     found = boundaries(model.graph)
     if not found:
-        return [], ["no norm stands right before a residual add, so that no operator of lnrewrite was written"]
+        return [], ["no norm stands right before a residual add, so no operator of lnrewrite was written"]
     (kind, _), *_ = Counter(b.before.op_type for b in found).most_common()
     chosen = [b for b in found if b.before.op_type == kind]
     biased = any(norm.bias is not None for b in chosen for norm in map(_read, b.norms))
@@ -63,7 +63,7 @@ def fuse_norm_add_norm(model: ir.Model) -> tuple[list[Form], list[str]]:
     model.graph.opset_imports[DOMAIN] = 1
     TopologicalSortPass()(model)
     left = len(found) - len(chosen)
-    return rows, [f"{left} boundaries are left as they were: their norms are no {kind}"] if left else []
+    return rows, [f"{left} boundaries stay as they are: their norms are not {kind}"] if left else []
 
 
 def boundaries(graph: ir.Graph) -> list[Boundary]:

@@ -92,7 +92,7 @@ class Difference:
                 self.bias(old, q)
             elif self.ports.root(p.name) in self.view.constant:
                 if p.name != q.name and not self.known(q):
-                    self.fail(old.name, "a weight that the module computes would be stored")
+                    self.fail(old.name, "the edit would store a weight that the module computes")
             else:
                 self.wanted.setdefault(self.ports.root(p.name), {})[old.name, index] = self.term(q)
 
@@ -102,7 +102,7 @@ class Difference:
         path, _, leaf = name.rpartition(".")
         holder = self.module.get_submodule(path) if self.ports.owner(reader.name) == path else None
         if leaf != "bias" or holder is None or "bias" not in slots(holder) or holder.bias is not None:
-            self.fail(reader.name, f"a linear map there has no place for the bias {name}")
+            self.fail(reader.name, f"the linear map there has no place for the bias {name}")
         self.recipe.bias(name, int(got.meta["val"].numel()))
 
     def known(self, node: fx.Node) -> bool:
@@ -135,7 +135,7 @@ class Difference:
     def parameter(self, node: fx.Node) -> str:
         """Return the name of the parameter that a node gets."""
         if node.op != "get_attr":
-            self.fail(node.name, "a gain that the module computes would be used elsewhere")
+            self.fail(node.name, "the edit would use elsewhere a gain that the module computes")
         return str(node.target)
 
     # ---- where it goes ----
@@ -154,7 +154,7 @@ class Difference:
         for edge, term in wants.items():
             tail = term.after(self.delivered[name])
             if tail is None:
-                self.fail(edge[0], f"what it reads instead of {name} does not reach it")
+                self.fail(edge[0], f"its new input in place of {name} does not reach it")
             if tail:
                 groups.setdefault(tail, set()).add(edge)
         for tail, edges in groups.items():
@@ -226,8 +226,8 @@ class Difference:
             spot = self.ports.spot(reader)
             side = self.ports.side(spot, reader, name) if spot else None
             if spot is None or side is None:
-                where = "at the border of a child, nor does its source show an operation that can be told apart"
-                self.fail(reader, f"{reader} does not take {name} {where}")
+                where = "at the border of a child, and its source shows no separate operation"
+                self.fail(reader, f"{reader} does not read {name} {where}")
             self.recipe.edit(spot, {side: tail})
 
     def untie(self) -> None:

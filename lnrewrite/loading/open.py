@@ -271,7 +271,7 @@ def _unwrap(source: Source, held: Mapping[object, object]) -> object:
     entries = [held[name] for name in _ENTRIES if name in held]
     found = [e for e in entries if isinstance(e, torch.nn.Module) or isinstance(e, Mapping) and _is_state(e)]
     if len(found) != 1:
-        why = f"the file holds a dict of {listed(map(str, held)) or 'nothing'}, in which the weights are not to be told"
+        why = f"no one entry of the file holds the weights (found keys: {listed(map(str, held)) or 'none'})"
         raise not_a_model(source.name, why)
     return found[0]
 

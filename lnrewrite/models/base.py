@@ -25,7 +25,7 @@ from ..pipeline.results import Drift, Json
 from ..pipeline.sounding import Edits
 from . import calibration
 
-UNTRIED = "the picture was not tried on numbers: {}"
+UNTRIED = "what was detected was not checked numerically: {}"
 
 
 Example = dict[str, Any]

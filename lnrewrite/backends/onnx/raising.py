@@ -51,7 +51,7 @@ def _beyond(found: NormMatch, graph: OpGraph) -> str:
         return "it runs over another axis than the last"
     for gain in (norm.gamma, norm.beta):
         if gain and not graph.is_channel_vector(gain, width):
-            return f"its gain {gain} is no vector of {width} constants"
+            return f"its gain {gain} is not a vector of {width} constants"
     return ""
 
 
