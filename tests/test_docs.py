@@ -135,6 +135,19 @@ def _sum(column: tuple[str, ...]) -> str:
     return f"{norms} +{adds}" + (f", {failed} fail" if failed else "")
 
 
+def test_the_gaps_of_healing_add_up() -> None:
+    """A gap is healed minus control, and lies within the extremes of its seeds."""
+    text = (ROOT / "docs" / "results" / "healing.md").read_text()
+    tables = re.findall(r"control ([\d.]+); .*?tokens.*?\n\n((?:\|.*\n)+)", text)
+    assert len(tables) == 4
+    for control, table in tables:
+        for line in table.splitlines()[2:]:
+            _, _, healed, gap, seeds, _ = [cell.strip() for cell in line.strip("|").split("|")]
+            low, high = map(float, re.findall(r"[-+][\d.]+", seeds))
+            assert low <= float(gap) <= high, line
+            assert abs(float(healed) - float(control) - float(gap)) < 1.6e-4, line  # three numbers of four digits
+
+
 # ---- the rooms: in the docstring of the package, on the page, and as they are ----
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
