@@ -9,30 +9,30 @@ from numpy.typing import NDArray
 
 from ..ir import Kind
 
-Array = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 OUTLIER = 20.0
 """A token whose size is this many times the median (attention sinks, padding) takes no part in a fit."""
 
 
-def size(x: Array) -> Array:
+def size(x: Floats) -> Floats:
     """Return the root mean square of each row of x [tokens, width]: [tokens]."""
     return np.asarray(np.sqrt((x * x).mean(-1)))
 
 
-def spread(kind: Kind, x: Array) -> Array:
+def spread(kind: Kind, x: Floats) -> Floats:
     """Return what a norm of this kind divides each row by, eps left out: the standard deviation, or the RMS."""
     return size(x - x.mean(-1, keepdims=True)) if kind is Kind.LAYER else size(x)
 
 
-def unit(kind: Kind, x: Array, eps: float) -> Array:
+def unit(kind: Kind, x: Floats, eps: float) -> Floats:
     """Return layer or rms norm of rows x [tokens, width] with unit gain: x / sqrt(mean(x^2) + eps)."""
     if kind is Kind.LAYER:
         x = x - x.mean(-1, keepdims=True)
     return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps))
 
 
-def usual(x: Array) -> Array:
+def usual(x: Floats) -> Floats:
     """Return 1.0 for tokens of ordinary size, 0.0 for outliers: [tokens]."""
     r = size(x)
     return np.asarray((r <= OUTLIER * np.median(r)).astype(np.float64))
@@ -42,13 +42,13 @@ def usual(x: Array) -> Array:
 class Fit:
     """Hold target ~ scale * base + shift, per channel, and its relative squared error."""
 
-    scale: Array
-    shift: Array | None
+    scale: Floats
+    shift: Floats | None
     error: float
-    value: Array
+    value: Floats
 
 
-def fit(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit:
+def fit(base: Floats, target: Floats, weight: Floats, shift: bool = False) -> Fit:
     """Fit scale (and shift) [width] so that scale * base + shift comes closest to target [tokens, width].
 
     Weighted least squares: scale = E[w t b] / E[w b^2], with a shift Cov / Var (normalization reference E.2). The error
@@ -67,7 +67,7 @@ def fit(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit:
     return Fit(scale, offset, error, value)
 
 
-def mix(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit | None:
+def mix(base: Floats, target: Floats, weight: Floats, shift: bool = False) -> Fit | None:
     """Fit target ~ scale @ base + shift with a full matrix scale [width, width], or None where that does not pay.
 
     Ridge regression, judged on a quarter of the tokens that it was not fitted on against the diagonal `fit`: with few
@@ -89,7 +89,7 @@ def mix(base: Array, target: Array, weight: Array, shift: bool = False) -> Fit |
     return Fit(matrix, offset if shift else None, dense / total, base @ matrix.T + offset)
 
 
-def _regress(base: Array, target: Array, weight: Array, shift: bool) -> tuple[Array, Array]:
+def _regress(base: Floats, target: Floats, weight: Floats, shift: bool) -> tuple[Floats, Floats]:
     w = (weight / max(weight.sum(), 1e-300))[:, None]
     mean_b, mean_t = ((w * base).sum(0), (w * target).sum(0)) if shift else (np.zeros(base.shape[1]),) * 2
     b, t = base - mean_b, target - mean_t
@@ -101,7 +101,7 @@ def _regress(base: Array, target: Array, weight: Array, shift: bool) -> tuple[Ar
     return matrix, mean_t - matrix @ mean_b
 
 
-def metric(f: Array, weight: Array, steps: int = 200) -> Array:
+def metric(f: Floats, weight: Floats, steps: int = 200) -> Floats:
     """Choose a [width] > 0 so that the size of a * f varies least over the tokens of f [tokens, width].
 
     A norm put behind f divides by the size of f; behind a * f, with a gain of c / a, it divides by another size of the
@@ -125,7 +125,7 @@ def metric(f: Array, weight: Array, steps: int = 200) -> Array:
     return np.asarray(np.sqrt(q))
 
 
-def careful_eps(eps: float, branch: Array) -> float:
+def careful_eps(eps: float, branch: Floats) -> float:
     """Return `eps`, or the power of ten at most a thousandth of the smallest branch's mean square (reference E.2)."""
     floor = float(np.quantile((branch * branch).mean(-1), 0.001)) * 1e-3
     return eps if eps <= floor or floor <= 0 else float(f"1e{int(np.floor(np.log10(floor)))}")

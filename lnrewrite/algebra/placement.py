@@ -34,8 +34,7 @@ from ..ir import (
     Where,
 )
 from ..pipeline.protocols import Context, Samples
-from .fitting import Array as Floats
-from .fitting import Fit, careful_eps, fit, metric, mix, size, spread, unit, usual
+from .fitting import Fit, Floats, careful_eps, fit, metric, mix, size, spread, unit, usual
 
 WRITABLE = {Kind.LAYER, Kind.RMS}
 """The kinds of norm that can be put in or taken out."""

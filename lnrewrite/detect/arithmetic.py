@@ -10,40 +10,40 @@ from numpy.typing import NDArray
 
 from .graph import Op, OpGraph
 
-Array = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 
 class Unknown(Exception):
     """Signal that an operator cannot be run here."""
 
 
-def _mean(op: Op, x: Array) -> Array:
+def _mean(op: Op, x: Floats) -> Floats:
     return np.asarray(np.mean(x, axis=op.axes, keepdims=bool(op.attrs["keepdim"])))
 
 
-def _sum(op: Op, x: Array) -> Array:
+def _sum(op: Op, x: Floats) -> Floats:
     return np.asarray(np.sum(x, axis=op.axes, keepdims=bool(op.attrs["keepdim"])))
 
 
-def _var(op: Op, x: Array) -> Array:
+def _var(op: Op, x: Floats) -> Floats:
     found = np.var(x, axis=op.axes, keepdims=bool(op.attrs["keepdim"]), ddof=op.number("correction"))
     return np.asarray(found)
 
 
-def _vector_norm(op: Op, x: Array) -> Array:
+def _vector_norm(op: Op, x: Floats) -> Floats:
     if op.attrs["ord"] not in (2, 2.0):
         raise Unknown(f"norm of order {op.attrs['ord']}")
     return np.sqrt(_sum_square(op, x))
 
 
-def _permute(op: Op, x: Array) -> Array:
+def _permute(op: Op, x: Floats) -> Floats:
     if "swap" in op.attrs:
         one, other = op.numbers("swap")
         return np.swapaxes(x, one, other)
     return np.transpose(x, op.numbers("order"))
 
 
-def _reshape(op: Op, x: Array) -> Array:
+def _reshape(op: Op, x: Floats) -> Floats:
     """Reshape to the recorded shape; symbolic axes keep the size they have in front."""
     if op.shape is None:
         raise Unknown("a reshape to an unknown shape")
@@ -57,7 +57,7 @@ def _reshape(op: Op, x: Array) -> Array:
     return np.reshape(x, shape)
 
 
-def _expand(op: Op, x: Array) -> Array:
+def _expand(op: Op, x: Floats) -> Floats:
     """Repeat as recorded where all sizes are; others broadcast by themselves, and fewer rows may be tried."""
     shape = [d for d in op.shape or () if isinstance(d, int)]
     fits = len(shape) == len(op.shape or ()) >= np.ndim(x)
@@ -65,7 +65,7 @@ def _expand(op: Op, x: Array) -> Array:
     return np.broadcast_to(x, shape) if fits else x
 
 
-def _batch_norm(op: Op, x: Array, gain: Array | None, bias: Array | None, mean: Array, variance: Array) -> Array:
+def _batch_norm(op: Op, x: Floats, gain: Floats | None, bias: Floats | None, mean: Floats, variance: Floats) -> Floats:
     """Normalize axis 1 by stored statistics."""
     shape = [1, -1] + [1] * (x.ndim - 2)
     y = (x - mean.reshape(shape)) / np.sqrt(variance.reshape(shape) + op.number("eps"))
@@ -73,7 +73,7 @@ def _batch_norm(op: Op, x: Array, gain: Array | None, bias: Array | None, mean: 
     return y if bias is None else y + bias.reshape(shape)
 
 
-def _slice(op: Op, x: Array) -> Array:
+def _slice(op: Op, x: Floats) -> Floats:
     place, axis = op.attrs.get("at"), int(op.number("axis"))
     if op.attrs.get("cut") is not None:
         return np.moveaxis(np.moveaxis(x, axis, 0)[slice(*op.numbers("cut"))], 0, axis)
@@ -82,16 +82,16 @@ def _slice(op: Op, x: Array) -> Array:
     return np.asarray(np.take(x, place, axis))
 
 
-def _clamp(op: Op, x: Array, low: Array | float | None, high: Array | float | None) -> Array:
+def _clamp(op: Op, x: Floats, low: Floats | float | None, high: Floats | float | None) -> Floats:
     x = x if low is None else np.maximum(x, low)
     return x if high is None else np.minimum(x, high)
 
 
-def _sum_square(op: Op, x: Array) -> Array:
+def _sum_square(op: Op, x: Floats) -> Floats:
     return _sum(op, x * x)
 
 
-RUN: dict[str, Callable[..., Array]] = {
+RUN: dict[str, Callable[..., Floats]] = {
     "add": lambda op, a, b: a + b, "sub": lambda op, a, b: a - b, "mul": lambda op, a, b: a * b,
     "rsub": lambda op, a, b: b - a, "div": lambda op, a, b: a / b, "neg": lambda op, a: -a,
     "pow": lambda op, a, b: np.power(a, b), "square": lambda op, a: a * a, "sqrt": lambda op, a: np.sqrt(a),
@@ -149,7 +149,7 @@ def constant(graph: OpGraph, name: str) -> tuple[list[Op], list[str]] | None:
     return [o for o in ordered if o.kind != "param"], [o.name for o in ordered if o.kind == "param"]
 
 
-def evaluate(graph: OpGraph, name: str, read: Callable[[str], Array]) -> Array:
+def evaluate(graph: OpGraph, name: str, read: Callable[[str], Floats]) -> Floats:
     """Return a constant value in float64, computed from parameters that `read` gives. Raise Unknown where it cannot."""
     found = constant(graph, name)
     if found is None:
@@ -158,7 +158,7 @@ def evaluate(graph: OpGraph, name: str, read: Callable[[str], Array]) -> Array:
     return run(ops, {n: read(str(graph[n].attrs["param"])) for n in params}, name)
 
 
-def affine(graph: OpGraph, start: str, end: str, read: Callable[[str], Array]) -> tuple[Array, Array]:
+def affine(graph: OpGraph, start: str, end: str, read: Callable[[str], Floats]) -> tuple[Floats, Floats]:
     """Return (a, s), one number per channel each, of a piece that computes a x + s along axis 1; Unknown where not."""
     ops = closure(graph, start, end)
     if ops is None:
@@ -170,7 +170,7 @@ def affine(graph: OpGraph, start: str, end: str, read: Callable[[str], Array]) -
     return at[1] - at[0], at[0]
 
 
-def run(ops: Iterable[Op], values: Mapping[str, Array], end: str) -> Array:
+def run(ops: Iterable[Op], values: Mapping[str, Floats], end: str) -> Floats:
     """Run `ops` on float64 `values` and return the value of `end`. Raise Unknown for an operator without a rule."""
     known = dict(values)
     for op in ops:

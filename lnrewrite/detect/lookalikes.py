@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import Refusal
 from ..ir import Stream
-from .arithmetic import RUN, Array, Unknown, closure, constants, run
+from .arithmetic import RUN, Floats, Unknown, closure, constants, run
 from .edges import parameter_behind
 from .graph import CASTS, SHAPE, Op, Operand, OpGraph
 from .modulation import ACTIVATIONS
@@ -189,7 +189,7 @@ def _saturates(graph: OpGraph, source: str, end: str, ops: list[Op], sloped: boo
     held = {n: np.ones([d if isinstance(d, int) else 1 for d in graph[n].shape or ()]) for n in constants(graph, ops)}
     shape = [d if isinstance(d, int) else 2 for d in graph[source].shape or ()]
 
-    def at(x: float, slope: float) -> Array:
+    def at(x: float, slope: float) -> Floats:
         known = held | {n: slope * v for n, v in held.items() if n in slopes}
         with np.errstate(all="ignore"):
             return run(ops, known | {source: np.full(shape, x)}, end)

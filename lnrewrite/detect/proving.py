@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..ir import Kind, Norm
-from .arithmetic import Array, Unknown, constants, run
+from .arithmetic import Floats, Unknown, constants, run
 from .edges import parameter_behind
 from .graph import Op, Operand, OpGraph
 from .match import NormMatch
@@ -87,7 +87,7 @@ def _plain(value: object) -> Hashable:
     return value if isinstance(value, (str, int, float, type(None))) else ("object", id(value))
 
 
-def unit(kind: Kind, x: Array, eps: float, variant: int = 0) -> Array:
+def unit(kind: Kind, x: Floats, eps: float, variant: int = 0) -> Floats:
     """Return the unit-gain norm of rows x [rows, width] in float64.
 
     variant: std 0 biased, 1 unbiased standard deviation; l2 0 max(|x|, eps), 1 |x| + eps, 2 sqrt(|x|^2 + eps).
@@ -160,14 +160,14 @@ def _candidates(literal: list[float], width: int) -> Iterator[tuple[Kind, float,
     yield from ((Kind.L2, e * root, v, root) for v in (0, 1) for e in eps)
 
 
-def _fit(core: Array, wanted: Array) -> Array | None:
+def _fit(core: Floats, wanted: Floats) -> Floats | None:
     """Return the gain [width] with wanted = gain * core, or None where there is none."""
     gain = (core * wanted).sum(0) / np.maximum((core * core).sum(0), 1e-300)
     wrong = np.abs(core * gain - wanted).max()
     return gain if wrong <= TOLERANCE * max(1.0, float(np.abs(wanted).max())) else None
 
 
-def _gain(fitted: Array, values: Sequence[Array]) -> Gain | None:
+def _gain(fitted: Floats, values: Sequence[Floats]) -> Gain | None:
     """Return which constant a fitted gain comes from; None where it is that of none of them."""
     for index, value in enumerate(values):
         flat = np.broadcast_to(value.reshape(-1), fitted.shape) if value.size in (1, fitted.size) else None

@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..algebra.fitting import Array, careful_eps, spread, usual
+from ..algebra.fitting import Floats, careful_eps, spread, usual
 from ..algebra.placement import WRITABLE, switches
 from ..errors import Code, LnrewriteError
 from ..ir import Block, Edit, Kind, Norm, Operation, Proposal, SetNorm, Site, Stream, Vectors, Where, sums
@@ -207,7 +207,7 @@ class Tapering:
         return len(self.stages) if self.stages else 0
 
 
-def _taper(name: str, site: Site, values: Array, going: bool) -> Taper:
+def _taper(name: str, site: Site, values: Floats, going: bool) -> Taper:
     """Return the taper that stands for a norm wherever it is read."""
     norm = site.norm
     if norm.kind not in WRITABLE or norm.computed or norm.over or norm.factor != 1.0 or site.modulated:
@@ -216,7 +216,7 @@ def _taper(name: str, site: Site, values: Array, going: bool) -> Taper:
     return Taper(name, site.origin[0], site.origin[-1], norm, _typical(norm.kind, values), going)
 
 
-def _typical(kind: Kind, values: Array) -> float:
+def _typical(kind: Kind, values: Floats) -> float:
     """Return the typical size of a token: the geometric mean over rows [tokens, width], outliers left out."""
     sizes = spread(kind, values)[usual(values) > 0]
     sizes = sizes[sizes > 0]

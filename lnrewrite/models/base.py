@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..backends.running import Runnable, as_runnable
 from ..comparison.proving import Evidence
 from ..comparison.verifying import drift
-from ..detect.arithmetic import Array, Unknown, affine, evaluate
+from ..detect.arithmetic import Floats, Unknown, affine, evaluate
 from ..detect.detection import Detection, detect
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
@@ -85,7 +85,7 @@ class GraphModel(Runnable, Generic[Held]):
         """Return a parameter as the model stores it, or None where there is none of that name."""
 
     @abstractmethod
-    def _array(self, held: Held) -> Array:
+    def _array(self, held: Held) -> Floats:
         """Return what `_held` gave as a float64 numpy array."""
 
     @abstractmethod
@@ -163,7 +163,7 @@ class GraphModel(Runnable, Generic[Held]):
         """Return the object of `lnrewrite inspect --json`: streams, blocks, placements, norms, refusals."""
         return describe(self.certified, self.format, self.is_ones, self.is_zeros, self.notes)
 
-    def values(self, param: str) -> Array:
+    def values(self, param: str) -> Floats:
         """Return the values of a parameter, or of a node computed from parameters, as a float64 numpy array.
 
         Raises LnrewriteError LN105 where a node computes them in a way that cannot be followed.
@@ -181,7 +181,7 @@ class GraphModel(Runnable, Generic[Held]):
     def shape(self, param: str) -> tuple[int, ...]:
         """Return a parameter's shape."""
 
-    def affine(self, start: str, end: str) -> tuple[Array, Array]:
+    def affine(self, start: str, end: str) -> tuple[Floats, Floats]:
         """Return (a, s), one number per channel each, of a piece of graph that computes a x + s from constants."""
         try:
             return affine(self.graph, start, end, self.values)

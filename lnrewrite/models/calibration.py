@@ -13,7 +13,7 @@ from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.fixed import elsewhere, other_path
 from ..backends.torch.module import CapturedModule
-from ..detect.arithmetic import Array
+from ..detect.arithmetic import Floats
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError, words
 from ..ir import Block, Network, Stream, Where
@@ -39,7 +39,7 @@ def collect(network: Network, record: Recorder, batches: Sequence[Batch], seed: 
     axes = {n: axis for nodes in names.values() for n, axis in nodes.values() if n}
     width = max((s.width for s in network.streams), default=0) or 1  # 0: not known
     limit = max(64, BYTES // (8 * width * max(1, len(axes)) * len(batches)))
-    parts: dict[str, list[Array]] = {n: [] for n in axes}
+    parts: dict[str, list[Floats]] = {n: [] for n in axes}
     for index, batch in enumerate(batches):
         for name, value in record(batch, list(axes)).items():
             rows = value.detach().movedim(axes[name], -1)

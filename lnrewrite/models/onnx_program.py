@@ -29,7 +29,7 @@ from ..backends.outputs import Outputs, apart
 from ..backends.rewriter import Rewriter
 from ..comparison.proving import FLOOR, Evidence, gathered, unexplained
 from ..data.inputs import parse_inputs
-from ..detect.arithmetic import Array
+from ..detect.arithmetic import Floats
 from ..detect.detection import Detection
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
@@ -169,7 +169,7 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         """Return an initializer's shape."""
         return tuple(int(str(size)) for size in self._known(param).shape)
 
-    def _array(self, held: ir.TensorProtocol) -> Array:
+    def _array(self, held: ir.TensorProtocol) -> Floats:
         return held.numpy().astype("float64")
 
     def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from ..backends.torch.fixed import fixed_paths
 from ..backends.torch.lift import lift
 from ..backends.torch.module import Called, CapturedModule, stored, with_plain_outputs
 from ..comparison.proving import Evidence, away, evidence
-from ..detect.arithmetic import Array
+from ..detect.arithmetic import Floats
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
 from ..files.landing import poured, write_whole
@@ -106,7 +106,7 @@ class Program(GraphModel[torch.Tensor]):
         """Return a parameter's shape."""
         return tuple(self._known(param).shape)
 
-    def _array(self, held: torch.Tensor) -> Array:
+    def _array(self, held: torch.Tensor) -> Floats:
         return held.detach().double().cpu().numpy()
 
     def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
