@@ -34,6 +34,8 @@ def between(marker: str) -> str:
 def test_a_page_runs(page: Path, demo_captured_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks run from top to bottom in one folder, its Python in one namespace."""
     monkeypatch.chdir(tmp_path)
+    if "trust_remote_code=True)" in page.read_text():  # transformers keeps copies of such code
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     names = {"__name__": "page"}
     for block in pages.blocks(page):
         if block.language == "python":
