@@ -109,4 +109,4 @@ def test_a_model_without_numbers_is_not_tried_and_says_so() -> None:
         module = zoo.build("pre")[0]
     kwargs = {name: value.to("meta") for name, value in zoo.build("pre")[1].items()}
     program = lnr.capture(module, kwargs=kwargs)
-    assert any("not tried" in note for note in program.inspect()["notes"])
+    assert any("not checked numerically" in note for note in program.inspect()["notes"])

@@ -168,7 +168,7 @@ def test_arrays_that_unpack_to_gigabytes_are_told(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "d.npz", "w", zipfile.ZIP_DEFLATED) as archive, archive.open("x.npy", "w") as file:
         for _ in range(300):
             file.write(bytes(1 << 20))
-    with pytest.raises(lnr.LnrewriteError, match="unpacks to"):
+    with pytest.raises(lnr.LnrewriteError, match="after decompression"):
         load_data(str(tmp_path / "d.npz"), {"x": torch.ones(1, 4)})
 
 
