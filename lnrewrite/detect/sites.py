@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
@@ -55,20 +54,21 @@ class Sites:
         graph = self.graph
         if not graph.reaches(match.output, branch):
             return False
-        region = nx.DiGraph(self.open.subgraph({*nx.ancestors(self.open, branch), branch}))
-        past = (n for n in region if graph[n].kind in WEIGHTED and not graph.reaches(match.output, n))
-        region.add_edges_from((START, n) for n in [*past, match.source])
-        above = nx.immediate_dominators(region, START)
-        node = branch
+        flow: nx.DiGraph[str] = nx.DiGraph(self._flow(branch))
+        past = [n for n in flow if graph[n].kind in WEIGHTED and not graph.reaches(match.output, n)]
+        flow.add_edges_from((START, n) for n in (*past, match.source))
+        above, node = nx.immediate_dominators(flow, START), branch
         while node not in (START, match.output):
-            node = above[node]
+            node = above.get(node, START)
         return node == match.output
 
-    @cached_property
-    def open(self) -> nx.DiGraph[str]:
-        """Return what is computed, streams cut open at their states: what comes before a value is of its branch."""
-        states = {join.root for join in self.joins}
-        edges = nx.DiGraph((read, op.name) for op in self.graph if op.name not in states for read in op.data)
-        edges.add_nodes_from(self.graph.names)
-        edges.remove_nodes_from(self.graph.constant)
-        return edges
+    def _flow(self, end: str) -> Iterator[tuple[str, str]]:
+        """Yield (read, reader) of all that a value is computed by, back to the states of streams and to constants."""
+        states, seen, todo = {join.root for join in self.joins}, {end}, [end]
+        while todo:
+            reader = todo.pop()
+            for read in self.graph[reader].data if reader not in states else ():
+                if read not in self.graph.constant:
+                    yield read, reader
+                    todo += [] if read in seen else [read]
+                    seen.add(read)
