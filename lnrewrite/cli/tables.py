@@ -16,10 +16,11 @@ _LONG = 24  # blocks of a stream that are shown one by one
 _NAME = 38  # columns that a name may take
 _HEAD = "     in        out     post"  # above the marks of `drawing`
 
-Block = Mapping[str, Any]
+Row = Mapping[str, Any]
+"""An object of the JSON that a command prints."""
 
 
-def placement_map(found: Mapping[str, Any], every: bool = False) -> str:
+def placement_map(found: Row, every: bool = False) -> str:
     """Return the map of an `inspect` object: a row per block, runs of alike layers folded unless `every`."""
     streams, norms = found["streams"], found["norms"]
     counts = [_count(len(streams), "stream"), _count(sum(len(s["blocks"]) for s in streams), "block")]
@@ -39,7 +40,7 @@ def placement_map(found: Mapping[str, Any], every: bool = False) -> str:
     return "\n".join(wrapped(lines))
 
 
-def timings(found: Mapping[str, Any]) -> str:
+def timings(found: Row) -> str:
     """Return the table of a `bench` object: a row per model, times in ms, the ratio to the first with its spread."""
     threads = "1 CPU thread" if found["threads"] == 1 else f"{found['threads']} CPU threads, spinning within a run"
     head = f"{found['target']}, {threads}; {found['rounds']} sessions of each model, {found['runs']} runs in each"
@@ -53,7 +54,7 @@ def timings(found: Mapping[str, Any]) -> str:
     return "\n".join([*wrapped([f"{head}, interleaved"]), "", *table, *wrapped(notes)])
 
 
-def drawing(block: Block) -> str:
+def drawing(block: Row) -> str:
     """Draw one block, a mark where a norm is: `x ─●─ attn ─── + ───` reads its stream through one."""
     held = {norm["where"] for norm in block["norms"]}
     into, out, post = ("●" if where in held else "─" for where in ("in", "out", "post"))
@@ -61,7 +62,7 @@ def drawing(block: Block) -> str:
     return f"x ─{into}─ {branch:<5} ─{out}─ + ─{post}─"
 
 
-def _stream(stream: Mapping[str, Any], every: bool) -> Iterator[str]:
+def _stream(stream: Row, every: bool) -> Iterator[str]:
     """Yield the rows of one stream: its end norms around its blocks."""
     blocks = stream["blocks"]
     rows = [(index, times, last, block) for index, times, last, block in _folded(blocks, every)]
@@ -86,14 +87,14 @@ def norm_words(norm: Mapping[str, object]) -> str:
     return f"{said}{norm['kind']} {norm['eps']:g}{gain}"
 
 
-def _norms(block: Block) -> str:
+def _norms(block: Row) -> str:
     """Write the norms at a block's edges, each site apart only where they differ."""
     edge = [(n["where"], norm_words(n)) for n in block["norms"] if n["where"] != "inner"]
     alike = dict.fromkeys(words for _, words in edge)
     return ", ".join(alike if len(alike) < 2 else (f"{where} {words}" for where, words in edge))
 
 
-def _notes(block: Block, every: bool) -> Iterator[str]:
+def _notes(block: Row, every: bool) -> Iterator[str]:
     if block["parallel_group"] is not None:
         yield f"parallel {block['parallel_group']}"
     if block.get("scale", 1) != 1:
@@ -103,7 +104,7 @@ def _notes(block: Block, every: bool) -> Iterator[str]:
         yield block["opaque"] if every else textwrap.shorten(block["opaque"], 40, placeholder="…")
 
 
-def _folded(blocks: Sequence[Block], every: bool) -> Iterator[tuple[int, int, Block, Block]]:
+def _folded(blocks: Sequence[Row], every: bool) -> Iterator[tuple[int, int, Row, Row]]:
     """Yield (index, times, its last repetition, block); a run of alike layers once, its first layer's blocks."""
     keys = [_key(block) for block in blocks]
     at = 0
@@ -126,7 +127,7 @@ def _run(keys: Sequence[object], at: int) -> tuple[int, int]:
     return best
 
 
-def _key(block: Block) -> object:
+def _key(block: Row) -> object:
     """Return what two blocks have in common that are shown alike: all but numbers in their names."""
     norms = tuple((n["where"], norm_words(n)) for n in block["norms"])
     shared = block["parallel_group"] is not None
@@ -148,14 +149,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def catalogue(rows: Iterable[Mapping[str, Any]]) -> str:
+def catalogue(rows: Iterable[Row]) -> str:
     """Return the table of passes: name, exactness, whether it looks at data, what it does."""
     header = ("pass", "exactness", "data", "does")
     cells = [(r["name"], r["exactness"], "yes" if r["needs_data"] else "", r["does"]) for r in rows]
     return "\n".join(aligned(header, cells, header))
 
 
-def one_pass(row: Mapping[str, Any]) -> str:
+def one_pass(row: Row) -> str:
     """Return the page of one pass: its docstring, and its options as a pipeline spells them."""
     data = ", looks at sample data" if row["needs_data"] else ""
     options = re.sub(
@@ -164,7 +165,7 @@ def one_pass(row: Mapping[str, Any]) -> str:
     return f"{row['name']} ({row['exactness']}{data})\n\n{row['doc'].rstrip()}\n\nOptions: {options or 'none'}"
 
 
-def comparison(found: Mapping[str, Any]) -> str:
+def comparison(found: Row) -> str:
     """Return the object of `verify` in words."""
     shapes = ", ".join(str(s) for s in found["shapes_tried"])
     kernels = found.get("kernels")

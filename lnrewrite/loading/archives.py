@@ -28,6 +28,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import IO, Any
 
+from .foreign import Json
 from .formulas import Forbidden, check_guard, check_size
 from .pickles import PLAIN, unsafe_names
 from .zips import Damaged, Members
@@ -137,7 +138,7 @@ def _payload_hazards(members: Members, config: str) -> Iterator[str]:
             _check_tensor(name, entry["tensor_meta"], members.size(folder + path))
 
 
-def _check_tensor(name: str, meta: dict[str, Any], held: int) -> None:
+def _check_tensor(name: str, meta: Json, held: int) -> None:
     """Raise Damaged unless a tensor of that description fits into `held` bytes, or is on the meta device."""
     sizes, strides = ([_number(v["as_int"]) for v in meta[key]] for key in ("sizes", "strides"))
     offset, width = _number(meta["storage_offset"]["as_int"]), _BYTES.get(meta["dtype"], 1)
@@ -162,7 +163,7 @@ def _number(value: object) -> int:
 # ---- the graph ----
 
 
-def _model_hazards(tree: dict[str, Any]) -> Iterator[str]:
+def _model_hazards(tree: Json) -> Iterator[str]:
     """Yield what a serialised program would run. Raises Damaged."""
     if strange := [k for k in tree["range_constraints"] if not _RANGED.fullmatch(k)]:
         raise Damaged(f"it ranges over {strange[0][:40]!r}, which is not a symbol that torch writes")

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from .foreign import Foreign, read_file
+from .foreign import Foreign, Json, read_file
 
 _KERNELS = ("attn_implementation", "experts_implementation", "kernel_config")
 """Keys that transformers takes the name of a repository of compiled code from (integrations/hub_kernels.py)."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Json:
     """Return what a folder's config.json holds. Raises Foreign where that is no config."""
     try:
         content = read_file(folder / "config.json")

@@ -23,7 +23,11 @@ class Foreign(ValueError):
     """Signal what is wrong with content that came from elsewhere."""
 
 
-def read_object(content: bytes) -> dict[str, Any]:
+Json = dict[str, Any]
+"""What a JSON text holds; whoever reads a value of it looks at what that is."""
+
+
+def read_object(content: bytes) -> Json:
     """Return the object that a JSON text holds. Raises Foreign where it is none, too long, or nests too deep."""
     items = sum(content.count(sign) for sign in (b",", b"[", b"{"))
     if len(content) > LIMIT or items > ITEMS:
@@ -36,7 +40,7 @@ def read_object(content: bytes) -> dict[str, Any]:
         raise Foreign(f"its JSON cannot be read: {error}") from error
     if not isinstance(held, dict):
         raise Foreign(f"its JSON holds a {type(held).__name__}, not an object")
-    level: list[Any] = [held]
+    level: list[dict[str, object] | list[object]] = [held]
     for _ in range(DEPTH):
         level = [v for each in level for v in _parts(each) if isinstance(v, dict | list)]
     if level:
@@ -44,7 +48,7 @@ def read_object(content: bytes) -> dict[str, Any]:
     return held
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> Json:
     """Return the object that a JSON file holds. Raises Foreign as `read_object`, OSError where it cannot be read."""
     if (size := path.stat().st_size) > LIMIT:
         raise Foreign(f"its JSON has {size} bytes; no model needs as many")
@@ -82,7 +86,7 @@ BITS = {
 """How many bits a value of each type of safetensors has (huggingface.co/docs/safetensors, dtype.rs)."""
 
 
-def safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+def safetensors_header(path: Path) -> tuple[dict[str, Json], int]:
     """Return the rows of a safetensors file by key (dtype, shape, data_offsets), and where its data start in bytes.
 
     The rows are checked: types are known, sizes are what shapes and offsets say, and the data lie without gap or

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import Code, LnrewriteError
 from ..recipe.modeling import written_by_us
 from .configs import code_named, read_config
-from .foreign import read_file
+from .foreign import Json, read_file
 from .identify import listed
 from .source import Source
 from .weighing import check_counts
@@ -73,7 +73,7 @@ def library(source: Source) -> Iterator[tuple[object, dict[str, object], bool]]:
         yield found, content, bool(code)
 
 
-def _ours(folder: Path, content: dict[str, Any], code: list[str]) -> bool:
+def _ours(folder: Path, content: Json, code: list[str]) -> bool:
     """Return whether all code that a config names is of the modeling file that lnrewrite writes for it."""
     return written_by_us(folder, content) and set(code) <= set((content.get("auto_map") or {}).values())
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from .runtime import apply
+from .runtime import Change, apply
 
 PLACES = ("module", "before", "after", "source", "bias")
 """What a change may call the path of the module that it changes."""
@@ -47,7 +46,7 @@ def base_of(model: nn.Module) -> str:
     return name if isinstance(getattr(model, name, None), nn.Module) else ""
 
 
-def refit(model: nn.Module, record: Mapping[str, Any]) -> None:
+def refit(model: nn.Module, record: Change) -> None:
     """Change a model as the recipe says that was made for the class `record["model"]`.
 
     A model of that class takes all of it. One with another head leaves out what it has no part for (a decoder, the
@@ -56,7 +55,7 @@ def refit(model: nn.Module, record: Mapping[str, Any]) -> None:
     name, made_for, base = type(model).__name__, record["model"].rpartition(".")[2], base_of(model)
     whole, network = name.endswith("Lnrewrite" + made_for), model.get_submodule(base)
     done = bool(base) and isinstance(network, Rewritten)
-    changes: list[dict[str, Any]] = []
+    changes: list[Change] = []
 
     def rooted(path: str) -> str:
         return path[1:] if path.startswith(".") else ".".join(part for part in (base, path) if part)

@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+Json = Mapping[str, Any]
+"""An object of a config.json."""
+
 FILE = "modeling_lnrewrite.py"
 KEY, PREFIX, CLASS = "lnrewrite", "lnrewrite_", "Lnrewrite"
 
@@ -43,7 +46,7 @@ stand_in({prefix}{config}, _Config, {network})
 """
 
 
-def generate(record: Mapping[str, Any]) -> str:
+def generate(record: Json) -> str:
     """Return the modeling file for a config's record: `model` and `config` are the original classes' dotted names.
 
     `network` is the name of the base network's class or None, `classes` has those that the auto classes make. Raises
@@ -62,7 +65,7 @@ def generate(record: Mapping[str, Any]) -> str:
     here = Path(__file__).parent
     heads = here.joinpath("heads.py").read_text().partition("import annotations\n")[2]
     code = here.joinpath("runtime.py").read_text() + "\n\n# ---- heads ----\n"
-    code += heads.replace("from .runtime import apply\n", "") + _CONFIG.format(**names)
+    code += heads.replace("from .runtime import Change, apply\n", "") + _CONFIG.format(**names)
     code += "".join(_CLASS.format(**names, name=name) for name in sorted(classes))
     return code + _LAST.format(**names)
 
@@ -72,7 +75,7 @@ def last(dotted: object) -> str:
     return str(dotted).rpartition(".")[2]
 
 
-def record_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
+def record_of(content: Json) -> dict[str, Any] | None:
     """Return what a config says of an earlier rewrite, or None."""
     found = content.get(KEY)
     return found if isinstance(found, dict) and isinstance(found.get("changes"), list) else None
@@ -92,7 +95,7 @@ def written_by_us(folder: Path, content: Mapping[str, object]) -> bool:
         return False
 
 
-def with_record(content: Mapping[str, Any], record: Mapping[str, Any], model: str) -> dict[str, Any]:
+def with_record(content: Json, record: Json, model: str) -> dict[str, Any]:
     """Return a config.json that names the modeling file's classes; `model` is the original's of the one that it is."""
     stem = FILE.removesuffix(".py")
     base = str(content["model_type"]).removeprefix(PREFIX)

@@ -2,7 +2,7 @@
 
 A recipe is a list of changes, as JSON holds them. `apply` carries it out on a module whose weights are loaded later::
 
-    {"module": path, "as": [spec, ...]}                         put a piece (norm, affine, centre) there, or nothing
+    {"module": path, "as": [spec, ...]}                         put a piece (norm, affine, center) there, or nothing
     {"before": path, "at": [[name, index]], "by": [path, ...]}  what enters a module passes through pieces first
     {"after": path, "at": [key], "by": [path, ...]}             what leaves it passes through pieces (None: all of it)
     {"source": path, "digest": ..., "edits": [...]}             its forward with some sums and products changed
@@ -32,6 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+Change = Mapping[str, Any]
+"""A change of a recipe, or an edit of a forward, as JSON holds it."""
 
 OPERATIONS = (ast.BinOp, ast.AugAssign, ast.Call)
 """What an edit of a forward may speak of."""
@@ -81,7 +84,7 @@ class Affine(nn.Module):
         return x if self.shift is None else x + self.shift
 
 
-class Centre(nn.Module):
+class Center(nn.Module):
     """x - mean(x) over an axis."""
 
     def __init__(self, axis: int = -1) -> None:
@@ -92,10 +95,10 @@ class Centre(nn.Module):
         return x - x.mean(self.axis, keepdim=True)
 
 
-PIECES = {"norm": Norm, "affine": Affine, "centre": Centre}
+PIECES = {"norm": Norm, "affine": Affine, "center": Center}
 
 
-def build(specs: Sequence[Mapping[str, Any]]) -> nn.Module:
+def build(specs: Sequence[Change]) -> nn.Module:
     """Build one piece, several in a row, or what hands its input on."""
     made = [PIECES[spec["is"]](**{k: v for k, v in spec.items() if k != "is"}) for spec in specs]
     return made[0] if len(made) == 1 else nn.Sequential(*made) if made else nn.Identity()
@@ -110,7 +113,7 @@ Place = tuple[nn.Module, str]
 class Before:
     """Send what enters a module under some names through pieces first; a value that enters twice goes through once."""
 
-    def __init__(self, at: Sequence[Sequence[Any]], by: Sequence[Place]) -> None:
+    def __init__(self, at: Sequence[tuple[str, int]], by: Sequence[Place]) -> None:
         self.at, self.by = at, list(by)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -156,7 +159,7 @@ def through(value: Tensor, places: Sequence[Place]) -> Tensor:
 # ---- forwards ----
 
 
-def source_of(cls: Any) -> tuple[Any, str]:
+def source_of(cls: type[nn.Module]) -> tuple[types.FunctionType, str]:
     """Return a class's own forward, decorators looked through, and its source. Raises OSError where there is none."""
     function = inspect.unwrap(cls.forward)
     return function, textwrap.dedent(inspect.getsource(function))
@@ -167,14 +170,14 @@ def digest_of(source: str) -> str:
     return hashlib.sha256(" ".join(source.split()).encode()).hexdigest()[:16]
 
 
-def operations(tree: ast.AST) -> list[Any]:
+def operations(tree: ast.AST) -> list[ast.expr | ast.AugAssign]:
     """Return a function's operations in the order in which Python evaluates them: operands before what they make."""
     found = [op for child in ast.iter_child_nodes(tree) for op in operations(child)]
     return [*found, tree] if isinstance(tree, OPERATIONS) else found
 
 
 @functools.cache
-def edited(cls: Any, digest: str, edits: str) -> type:
+def edited(cls: type[nn.Module], digest: str, edits: str) -> type:
     """Return the class with an edited forward; the same class for the same edits. Raises RuntimeError on a misfit."""
     function, source = source_of(cls)
     if digest_of(source) != digest:
@@ -195,7 +198,7 @@ def edited(cls: Any, digest: str, edits: str) -> type:
     return type(cls.__name__, (cls,), {"forward": forward, **names})
 
 
-def _compiled(function: Any, definition: Any, name: str) -> Any:
+def _compiled(function: types.FunctionType, definition: ast.FunctionDef, name: str) -> types.FunctionType:
     """Compile a function's new definition with the globals and the enclosing values of the old; its source is kept."""
     free = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
     definition.decorator_list = []
@@ -209,7 +212,7 @@ def _compiled(function: Any, definition: Any, name: str) -> Any:
     return types.FunctionType(inner, function.__globals__)(**free)
 
 
-def _wrapped(outer: Any, function: Any, new: Any) -> Any:
+def _wrapped(outer: Any, function: types.FunctionType, new: types.FunctionType) -> types.FunctionType:
     """Return what decorators made of a function, with another function in its place: their closures hold it."""
     if outer is function:
         return new
@@ -224,7 +227,7 @@ def _wrapped(outer: Any, function: Any, new: Any) -> Any:
     return made
 
 
-def _content(cell: Any) -> Any:
+def _content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # a name that is not bound yet
@@ -234,7 +237,7 @@ def _content(cell: Any) -> Any:
 class _Editing(ast.NodeTransformer):
     """Edit a forward's operations; `me` is what it calls its module."""
 
-    def __init__(self, changes: Mapping[int, Mapping[str, Any]], me: str) -> None:
+    def __init__(self, changes: Mapping[int, Change], me: str) -> None:
         self.changes, self.me = changes, me
 
     def visit(self, node: ast.AST) -> Any:
@@ -256,7 +259,7 @@ class _Editing(ast.NodeTransformer):
         value = self.through(value, edit.get("result", ()))
         return value if target is None else ast.Assign([target], value)
 
-    def through(self, value: Any, pieces: Sequence[str]) -> Any:
+    def through(self, value: ast.expr, pieces: Sequence[str]) -> ast.expr:
         """Return the calls of pieces, one around the other; a path is followed from the module on."""
         for path in pieces:
             found = self.me
@@ -280,7 +283,7 @@ class Operand:
             place = int(not first and not method)
             self.holder, self.key = (called, "value") if method and first else (node.args, place)
 
-    def get(self) -> object:
+    def get(self) -> Any:
         return self.holder[self.key] if isinstance(self.holder, list) else getattr(self.holder, self.key)
 
     def set(self, value: ast.expr) -> None:
@@ -293,7 +296,7 @@ class Operand:
 # ---- recipes ----
 
 
-def apply(module: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
+def apply(module: nn.Module, recipe: Sequence[Change]) -> None:
     """Change a module as a recipe says; new parameters hold ones and zeros until their values are loaded."""
     for change in recipe:
         if "module" in change:

@@ -52,7 +52,7 @@ class Piece:
     @classmethod
     def center(cls, x: fx.Node, axis: int, entry: fx.Node) -> Self:
         """Return the record of a subtracted mean."""
-        return cls(f"{x.name}_centre", (("is", "centre"), *_axis(axis)), entry.name)
+        return cls(f"{x.name}_center", (("is", "center"), *_axis(axis)), entry.name)
 
     def record(self, end: fx.Node) -> None:
         """Note on the node that gives the result what was inserted."""
