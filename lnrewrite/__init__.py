@@ -29,7 +29,7 @@ Rooms, a floor a line; imports go down only, and import-linter holds it (pyproje
     data/, comparison/            what a model is called with; how far two models are apart, and proofs
     backends/                     lift a graph, apply edits to it: torch.fx and ONNX
     algebra/                      what passes share: changes of basis, placements, fitted gains
-    detect/, pipeline/, testing/  norms and blocks recognised; the run loop, its text and report; a reference machine
+    detect/, pipeline/, testing/  norms and blocks recognized; the run loop, its text and report; a reference machine
     ir/, loading/, kernels/       the picture, its text, edits; files read without running them; our operators
     codes/                        beside them: a page for each diagnostic code
     files/                        OUT, landed whole or not at all
