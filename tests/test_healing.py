@@ -30,7 +30,7 @@ from lnrewrite.healing.distributed import World
 from lnrewrite.healing.losses import Mix, Objective
 from lnrewrite.healing.report import picture
 from lnrewrite.healing.session import heal
-from lnrewrite.healing.sources import Arrays, IterableSource, Windows
+from lnrewrite.healing.sources import ArraySource, IterableSource, Windows
 from lnrewrite.models.program import Program
 from tiers import rows
 from zoo import families
@@ -158,11 +158,11 @@ def test_the_local_phase_trains_what_the_conversion_changed(pair: Any, text: str
 
 
 def test_gains_and_biases_never_decay(pair: Any) -> None:
-    from lnrewrite.healing.training import Phase, Side
+    from lnrewrite.healing.training import Participant, Phase
     from lnrewrite.healing.view import View
 
     program = pair[1].apply([], "test")[0]
-    side = Side(program, View(program))
+    side = Participant(program, View(program))
     names = frozenset(n for n, _ in program.module().named_parameters())
     where = ("global", 1, side, None, Objective("", (), True))
     phase = Phase(*where, Mix(task=1), HealingConfig(weight_decay=0.1), names, sizes={}, lr=1e-3)
@@ -392,7 +392,7 @@ def test_feeds_repeat_themselves_and_hold_out() -> None:
     tokens = torch.arange(1000)
     data = Data("d", spec_of({"ids": tokens}), length=8)
     windows = Windows(tokens, data, 4, 4, 0)
-    arrays = Arrays({"ids": torch.arange(100).reshape(50, 2)}, data, 4, 4, 0)
+    arrays = ArraySource({"ids": torch.arange(100).reshape(50, 2)}, data, 4, 4, 0)
     stream = IterableSource(lambda: ({"ids": torch.tensor([[i]])} for i in range(20)), data)
     for feed in (windows, arrays, stream):
         numbers = [feed.batch(i)["ids"] for i in range(30)]

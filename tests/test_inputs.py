@@ -14,7 +14,7 @@ from lnrewrite.backends.inputs import draw_one
 from lnrewrite.data.infer import infer_inputs, vocabulary_of
 from lnrewrite.data.inputs import Inputs, parse_inputs
 from lnrewrite.errors import LnrewriteError
-from lnrewrite.ir.inputs import Input, role_of
+from lnrewrite.ir.inputs import Input, content_of
 
 
 def fails(code: str, call: Any) -> LnrewriteError:
@@ -64,7 +64,7 @@ def test_names_that_say_what_they_hold() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def made(name: str, dtype: str, rows: int) -> Tensor:
-        return draw_one(Input(name, dtype, (2, 3), (2, 3), role_of(name, dtype), rows), generator)
+        return draw_one(Input(name, dtype, (2, 3), (2, 3), content_of(name, dtype), rows), generator)
 
     assert made("attention_mask", "int64", 9).tolist() == [[1, 1, 1]] * 2
     assert made("token_type_ids", "int64", 9).tolist() == [[0, 0, 0]] * 2

@@ -15,18 +15,20 @@ from torch import Tensor, nn
 import lnrewrite as lnr
 from lnrewrite.backends.inputs import check, check_numbers, draw, resized, spec_of
 from lnrewrite.errors import LnrewriteError
-from lnrewrite.ir.inputs import Input, InputSpec, Role, role_of
+from lnrewrite.ir.inputs import Content, Input, InputSpec, content_of
 
 
 def sized(**dims: tuple[int | str, ...]) -> InputSpec:
     """Return inputs of floats with these dimensions."""
-    return InputSpec(tuple(Input(n, "float32", d, (0,) * len(d), Role.VALUES) for n, d in dims.items()))
+    return InputSpec(tuple(Input(n, "float32", d, (0,) * len(d), Content.VALUES) for n, d in dims.items()))
 
 
 def test_names_and_types_say_what_numbers_are() -> None:
-    found = [role_of(name, "int64") for name in ("ids", "attention_mask", "token_type_ids", "segment", "position_ids")]
-    assert found == [Role.IDS, Role.MASK, Role.TYPE, Role.TYPE, Role.POSITION]
-    assert role_of("x", "bool") is Role.MASK and role_of("positions", "bfloat16") is Role.VALUES
+    found = [
+        content_of(name, "int64") for name in ("ids", "attention_mask", "token_type_ids", "segment", "position_ids")
+    ]
+    assert found == [Content.IDS, Content.MASK, Content.TYPE, Content.TYPE, Content.POSITION]
+    assert content_of("x", "bool") is Content.MASK and content_of("positions", "bfloat16") is Content.VALUES
 
 
 def test_a_second_size_has_a_row_more_and_a_token_less() -> None:
@@ -118,5 +120,5 @@ def test_an_onnx_file_says_what_it_is_called_with(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "m.onnx")
     spec = lnr.load(str(tmp_path / "m.onnx")).spec
     assert str(spec) == "ids int64[2, 5], x float32[2, 5, 4], keep bool[2]"
-    assert spec.rows == {"ids": 9} and [each.role for each in spec] == [Role.IDS, Role.VALUES, Role.MASK]
+    assert spec.rows == {"ids": 9} and [each.content for each in spec] == [Content.IDS, Content.VALUES, Content.MASK]
     assert spec.axes == {"ids": {0: "n", 1: "t"}, "x": {0: "n", 1: "t"}, "keep": {0: "n"}}

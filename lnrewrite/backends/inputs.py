@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..errors import Code, LnrewriteError, did_you_mean
-from ..ir.inputs import Input, InputSpec, Role, role_of
+from ..ir.inputs import Content, Input, InputSpec, content_of
 
 Tensors = dict[str, Tensor]
 """The tensors of one call, or of many samples, by the names of the inputs."""
 
-Axes = Mapping[str, Mapping[int, str]]
+FreeAxes = Mapping[str, Mapping[int, str]]
 """The free axes of each input, with the names of their sizes."""
 
 DTYPES = {
@@ -28,7 +28,7 @@ DTYPES = {
 
 
 def spec_of(
-    example: Mapping[str, object], free: Axes | None = None, rows: Mapping[str, int] | None = None
+    example: Mapping[str, object], free: FreeAxes | None = None, rows: Mapping[str, int] | None = None
 ) -> InputSpec:
     """Return what an example's tensors say of the inputs; what is not a tensor is left out.
 
@@ -41,7 +41,7 @@ def spec_of(
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         named = _usually_free(name, tensor) if free is None else free.get(name, {})
         dims = tuple(named.get(axis, size) for axis, size in enumerate(shape))
-        inputs.append(Input(name, dtype, dims, shape, role_of(name, dtype), (rows or {}).get(name, 0)))
+        inputs.append(Input(name, dtype, dims, shape, content_of(name, dtype), (rows or {}).get(name, 0)))
     return InputSpec(tuple(inputs))
 
 
@@ -152,13 +152,13 @@ def draw(spec: InputSpec, seed: int | torch.Generator) -> Tensors:
 def draw_one(wanted: Input, generator: torch.Generator) -> Tensor:
     """Make up one input: values are normal, ids lie below its rows; masks are ones, types zeros, positions count."""
     shape, dtype = wanted.shape, DTYPES[wanted.dtype]
-    if wanted.role is Role.MASK:
+    if wanted.content is Content.MASK:
         return torch.ones(shape, dtype=dtype)
-    if wanted.role is Role.VALUES:
+    if wanted.content is Content.VALUES:
         return torch.randn(shape, generator=generator).to(dtype)
-    if wanted.role is Role.TYPE:
+    if wanted.content is Content.TYPE:
         return torch.zeros(shape, dtype=dtype)
-    if wanted.role is Role.POSITION and shape:
+    if wanted.content is Content.POSITION and shape:
         return torch.arange(shape[-1]).expand(shape).to(dtype).contiguous()
     limit = min(wanted.rows, torch.iinfo(dtype).max)
     return torch.randint(0, max(limit, 1), shape, generator=generator).to(dtype)

@@ -26,7 +26,7 @@ from ..data.infer import given_inputs, infer_inputs
 from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
 from ..ir import Exactness, Proposal, Stream
-from ..ir.inputs import InputSpec, Role
+from ..ir.inputs import InputSpec, plain_content
 from ..live.ports import children
 from ..live.recipes import Recipe
 from ..live.rewriting import EXACT, ROUNDED, difference, restructure, rewrite
@@ -239,7 +239,7 @@ def _not_as_planned(source: Source, why: str) -> LnrewriteError:
 def _drawn(inputs: Mapping[str, object], rows: Mapping[str, int], seed: int) -> dict[str, object]:
     """Return inputs with values for inputs without: ids below a table's rows, ones, or normal numbers."""
     spec = spec_of(inputs, {}, rows)
-    plain = (replace(i, role=i.role if i.role is Role.VALUES else Role.IDS if i.rows else Role.MASK) for i in spec)
+    plain = (replace(each, content=plain_content(each.dtype, each.rows)) for each in spec)
     return {**inputs, **draw(InputSpec(tuple(plain)), seed)}
 
 

@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..backends.inputs import Axes, Tensors, check, check_numbers, draw_one, spec_of
+from ..backends.inputs import FreeAxes, Tensors, check, check_numbers, draw_one, spec_of
 from ..backends.torch.fixed import elsewhere, other_path
 from ..errors import Code, LnrewriteError, code_of_others, told, words
 from ..files.output import named_path
-from ..ir.inputs import InputSpec, Role, role_of
+from ..ir.inputs import Content, InputSpec, content_of
 from ..loading.open import import_object
 from ..loading.transformers import Tokenizer, closed
 from ..pipeline import protocols
@@ -33,7 +33,7 @@ _LIMIT = 1024  # batches; an endless iterable ends here
 _SUFFIXES = (".npz", ".npy", ".pt", ".safetensors", ".txt")
 
 
-class Reads(Protocol):
+class HasSpec(Protocol):
     """Describe what a program says of the data that it reads."""
 
     @property
@@ -59,7 +59,7 @@ class Data:
     length: int | None = None
 
     @classmethod
-    def of(cls, program: Reads, name: str, length: int | None = None) -> Data:
+    def of(cls, program: HasSpec, name: str, length: int | None = None) -> Data:
         """Return DATA as a program reads it: bytes, where its one input of ids has 256 rows and it has no tokenizer."""
         spec = program.spec
         byte_level = len(spec.rows) == 1 and set(spec.rows.values()) == {256} and not program.tokenizer
@@ -172,12 +172,12 @@ class Data:
         return {name: rows if len(self.spec.inputs) == 1 else self._input(name, rows) for name in self.spec.names}
 
     def _input(self, name: str, rows: Tensor) -> Tensor:
-        role = role_of(name, "int64")
-        if role is Role.MASK:
+        content = content_of(name, "int64")
+        if content is Content.MASK:
             return torch.ones_like(rows)
-        if role is Role.TYPE:
+        if content is Content.TYPE:
             return torch.zeros_like(rows)
-        if role is Role.POSITION:
+        if content is Content.POSITION:
             return torch.arange(rows.shape[1]).expand_as(rows)
         if name.endswith(("ids", "tokens")):
             return rows
@@ -211,7 +211,7 @@ def load_data(
     tokenizer_folder: Tokenizer | str | None = None,
     seed: int = 0,
     *,
-    dynamic: Axes | None = None,
+    dynamic: FreeAxes | None = None,
     byte_level: bool = False,
     length: int | None = None,
     limit: int = _LIMIT,
@@ -239,7 +239,7 @@ def reader_of(
         return lambda program: batches, None
     check_data(calibrate)
 
-    def read(program: Reads) -> list[Tensors]:
+    def read(program: HasSpec) -> list[Tensors]:
         LOGGER.info(f"reading {calibrate}")
         return calibration_for(program, calibrate, seed)
 
@@ -253,7 +253,7 @@ def check_data(data: str) -> None:
         raise LnrewriteError(Code.LN022, f"data {data!r}", "no such file", remedy)
 
 
-def calibration_for(program: Reads, data: str, seed: int = 0) -> list[Tensors]:
+def calibration_for(program: HasSpec, data: str, seed: int = 0) -> list[Tensors]:
     """Read DATA for a program and run its module on the first batch. Raises LnrewriteError LN022 where that fails."""
     held = Data.of(program, data)
     batches = held.batches(seed, 64)
@@ -288,7 +288,7 @@ def synthetic(
 
     def drawn(name: str, tensor: Tensor) -> Tensor:
         like = spec[name]
-        own = not tensor.is_floating_point() and (like.role is not Role.IDS or (keep and not like.rows))
+        own = not tensor.is_floating_point() and (like.content is not Content.IDS or (keep and not like.rows))
         if own or not tensor.numel():
             return tensor.clone()
         rows = 0 if tensor.is_floating_point() else like.rows or int(tensor.max()) + 1

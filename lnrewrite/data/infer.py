@@ -15,7 +15,7 @@ from ..backends.inputs import draw_one
 from ..backends.torch.capture import dry
 from ..compat.torch import Convolution
 from ..errors import Code, LnrewriteError, told
-from ..ir.inputs import Input, Role
+from ..ir.inputs import Content, Input
 from ..loading.source import OpenOptions
 from .inputs import BATCH, LENGTH, Inputs, parse_inputs
 
@@ -154,10 +154,10 @@ def _from_config(module: nn.Module, seed: int) -> Iterator[Inputs]:
 def _drawn(name: str, shape: Sequence[int], config: PretrainedConfig, generator: torch.Generator) -> Tensor:
     """Draw one input; ids lie below the vocabulary and avoid the padding id, which models treat apart."""
     if not name.endswith("ids"):
-        return draw_one(Input(name, "float32", tuple(shape), tuple(shape), Role.VALUES), generator)
+        return draw_one(Input(name, "float32", tuple(shape), tuple(shape), Content.VALUES), generator)
     text = config.get_text_config(decoder=True) if name.startswith("decoder") else config.get_text_config()
     size = int(getattr(text, "vocab_size", None) or 256)
-    ids = draw_one(Input(name, "int64", tuple(shape), tuple(shape), Role.IDS, size), generator)
+    ids = draw_one(Input(name, "int64", tuple(shape), tuple(shape), Content.IDS, size), generator)
     pad = getattr(text, "pad_token_id", None)
     return ids if pad is None else torch.where(ids == pad, (ids + 1) % size, ids)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..backends.inputs import draw_one
 from ..errors import Code, LnrewriteError, did_you_mean
 from ..files.output import named_path
-from ..ir.inputs import Input, role_of
+from ..ir.inputs import Input, content_of
 from .files import read_tensors
 
 BATCH, LENGTH = 2, 16  # sizes of an example: sequences of 16, or shorter where a model takes no longer ones
@@ -64,7 +64,7 @@ def parse_inputs(specs: Sequence[str], *, seed: int = 0, vocabulary: int = 2) ->
         if match := _SPEC.fullmatch(spec.strip()):
             name, dtype, dims = match[1], _dtype(spec, match[2]), _dims(spec, match[3])
             shape = tuple(d if isinstance(d, int) else _size(d, sizes) for d in dims)
-            described = Input(name, dtype, tuple(dims), shape, role_of(name, dtype), vocabulary)
+            described = Input(name, dtype, tuple(dims), shape, content_of(name, dtype), vocabulary)
             found[name] = draw_one(described, generator)
             dynamic |= {name: axes} if (axes := {i: d for i, d in enumerate(dims) if isinstance(d, str)}) else {}
         else:

@@ -18,7 +18,7 @@ from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Kind
 from ..models.program import Program
 from .sources import LABELS, inputs_of
-from .view import Trace
+from .view import ViewOutput
 
 IGNORED = -100
 """A target that counts for nothing, as in torch and transformers."""
@@ -87,7 +87,7 @@ class Objective:
         return bool(self.ids) or LABELS in batch
 
     def terms(
-        self, mix: Mix, batch: Tensors, student: Trace, teacher: Trace | None, targets: float
+        self, mix: Mix, batch: Tensors, student: ViewOutput, teacher: ViewOutput | None, targets: float
     ) -> dict[str, Tensor]:
         """Return each term that weighs anything, unweighted; `targets`: how many a process has, on the average."""
         found: dict[str, Tensor] = {}

@@ -34,7 +34,7 @@ from .report import HealingReport, picture
 from .snapshots import Snapshots
 from .sources import BatchSource, held_out_of, inputs_of, open_source
 from .tapers import Tapering
-from .training import Phase, Side
+from .training import Participant, Phase
 from .view import View
 
 
@@ -130,18 +130,18 @@ class Healing:
         self.world.gather(side.view, control.module())
         return control
 
-    def side(self, program: Program, tapering: Tapering | None = None) -> Side:
+    def side(self, program: Program, tapering: Tapering | None = None) -> Participant:
         """Return a program with its view, on this process's device and sharded where there are several."""
         view = View(program, tapering.tapers if tapering else ())
         self.world.shard(view, program.module())
-        return Side(program, view)
+        return Participant(program, view)
 
     def phase(
         self,
         name: str,
         steps: int,
-        student: Side,
-        teacher: Side | None,
+        student: Participant,
+        teacher: Participant | None,
         mix: Mix,
         trained: frozenset[str],
         sizes: Mapping[str, float],
@@ -156,7 +156,7 @@ class Healing:
         )
         phase.run(self.rehearsed(teacher, mix), self.snapshots, self.world, self.say)
 
-    def rehearsed(self, teacher: Side | None, mix: Mix) -> BatchSource:
+    def rehearsed(self, teacher: Participant | None, mix: Mix) -> BatchSource:
         """Return the data, with random tokens among them where a teacher says what they give."""
         limits = self.pair.teacher.id_limits()
         if not (self.config.rehearse and limits and teacher and (mix.kl or mix.hidden)):

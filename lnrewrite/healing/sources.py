@@ -77,7 +77,7 @@ class Windows(BatchSource):
         return self.data.of_ids(torch.stack([self.tokens[s : s + self.length].long() for s in starts]))
 
 
-class Arrays(BatchSource):
+class ArraySource(BatchSource):
     """Give rows of arrays [count, ...], reshuffled every time that all were seen."""
 
     def __init__(self, arrays: Tensors, data: Data, rows: int, wide: int, seed: int) -> None:
@@ -160,7 +160,7 @@ def open_source(given: object, program: Program, rows: int, length: int | None, 
         if data.byte_level:
             tokens = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
             return Windows(tokens, data, rows, wide, seed)
-        return Arrays(fitted(data.text_rows(path)), data, rows, wide, seed)
+        return ArraySource(fitted(data.text_rows(path)), data, rows, wide, seed)
     held = read_tensors(path, Code.LN022)
     if isinstance(held, dict) and len(held) == 1:
         held = next(iter(held.values()))
@@ -168,7 +168,7 @@ def open_source(given: object, program: Program, rows: int, length: int | None, 
         for name, limit in spec.rows.items():
             check_ids(name, limit, held, data.name)
         return Windows(held, data, rows, wide, seed)
-    return Arrays(fitted(held), data, rows, wide, seed)
+    return ArraySource(fitted(held), data, rows, wide, seed)
 
 
 def held_out_of(name: str, program: Program, length: int | None, seed: int) -> list[Tensors]:

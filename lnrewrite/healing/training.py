@@ -23,7 +23,7 @@ from .losses import Mix, Objective
 from .snapshots import Snapshots
 from .sources import BatchSource, inputs_of, number
 from .tapers import Taper
-from .view import Trace, View
+from .view import View, ViewOutput
 
 SAY = 0.5
 """Seconds between two lines of progress."""
@@ -41,15 +41,15 @@ class Stopped(LnrewriteError):
 
 
 @dataclass
-class Side:
+class Participant:
     """Hold one network in a run: its program, the view of it, and the order of its flat inputs."""
 
     program: Program
     view: View
 
-    def run(self, batch: Tensors) -> Trace:
+    def run(self, batch: Tensors) -> ViewOutput:
         """Run the view on a batch."""
-        found: Trace = self.view(*flat_inputs(self.program.module(), inputs_of(batch)))
+        found: ViewOutput = self.view(*flat_inputs(self.program.module(), inputs_of(batch)))
         return found
 
 
@@ -63,8 +63,8 @@ class Phase:
 
     name: str
     steps: int
-    student: Side
-    teacher: Side | None
+    student: Participant
+    teacher: Participant | None
     objective: Objective
     mix: Mix
     config: HealingConfig

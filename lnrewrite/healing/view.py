@@ -25,7 +25,7 @@ POWERS = "lnrewrite.powers"
 
 
 @dataclass(frozen=True)
-class Trace:
+class ViewOutput:
     """Hold one run: the model's outputs as its tree, the state behind each sum, and how far tapered sizes spread.
 
     `states` maps a block's name to [..., width]; `spread` is the mean over tapers of E[log(s / rho)^2], or None.
@@ -74,7 +74,7 @@ class View(nn.Module):
         self._parts, bodies = _cut(self, module, graph, set(self._sums))
         self.parts = nn.ModuleList(Part(body) for body in bodies)
 
-    def forward(self, *inputs: Tensor) -> Trace:
+    def forward(self, *inputs: Tensor) -> ViewOutput:
         """Run on the flat inputs of the captured graph."""
         values: dict[fx.Node, Tensor] = dict(zip(self._inputs, inputs, strict=True))
         states: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ class View(nn.Module):
         outputs: object = flat
         if self._spec is not None:
             outputs = pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[arg-type]
-        return Trace(outputs, states, torch.stack(found).mean() if found else None)
+        return ViewOutput(outputs, states, torch.stack(found).mean() if found else None)
 
     def origin(self, name: str) -> str:
         """Return the name that the captured module has for one of the view's parameters, of tied ones the first."""

@@ -9,7 +9,7 @@ from enum import StrEnum
 from math import prod
 
 
-class Role(StrEnum):
+class Content(StrEnum):
     """Name what the numbers of an input are, which says what may be made up for it."""
 
     VALUES = "values"
@@ -19,15 +19,22 @@ class Role(StrEnum):
     POSITION = "position"
 
 
-def role_of(name: str, dtype: str) -> Role:
+def content_of(name: str, dtype: str) -> Content:
     """Return what the name and the type of an input say of its numbers: values or ids where the name says nothing."""
     if "mask" in name or dtype == "bool":
-        return Role.MASK
+        return Content.MASK
     if "float" in dtype:
-        return Role.VALUES
+        return Content.VALUES
     if "type" in name or "segment" in name:
-        return Role.TYPE
-    return Role.POSITION if "position" in name else Role.IDS
+        return Content.TYPE
+    return Content.POSITION if "position" in name else Content.IDS
+
+
+def plain_content(dtype: str, rows: int) -> Content:
+    """Return what the type and the table of an input say of its numbers, whatever its name is."""
+    if "float" in dtype:
+        return Content.VALUES
+    return Content.IDS if rows and dtype != "bool" else Content.MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +42,14 @@ class Input:
     """Describe one tensor that a model is called with.
 
     dims: its sizes, a number where one is fixed, a name where it is free. shape: the sizes of an example, 0 where none
-    is known. role: what its numbers are. rows: how many rows the table has that its ids look up; 0: none is known.
+    is known. content: what its numbers are. rows: how many rows the table has that its ids look up; 0: none is known.
     """
 
     name: str
     dtype: str
     dims: tuple[int | str, ...]
     shape: tuple[int, ...]
-    role: Role
+    content: Content
     rows: int = 0
 
     @property

@@ -32,11 +32,11 @@ Example = dict[str, Any]
 """One call's inputs by name: tensors, and of a torch model what else its forward takes."""
 
 
-Held = TypeVar("Held")
+StoredT = TypeVar("StoredT")
 """A parameter as a model stores it."""
 
 
-class GraphModel(Runnable, Generic[Held]):
+class GraphModel(Runnable, Generic[StoredT]):
     """See a model as a graph; a subclass says what the graph is, what its parameters hold, and how it runs."""
 
     format: str
@@ -81,11 +81,11 @@ class GraphModel(Runnable, Generic[Held]):
     @abstractmethod
     def _lift(self) -> OpGraph: ...
     @abstractmethod
-    def _held(self, param: str) -> Held | None:
+    def _held(self, param: str) -> StoredT | None:
         """Return a parameter as the model stores it, or None where there is none of that name."""
 
     @abstractmethod
-    def _array(self, held: Held) -> Floats:
+    def _array(self, held: StoredT) -> Floats:
         """Return what `_held` gave as a float64 numpy array."""
 
     @abstractmethod
@@ -224,7 +224,7 @@ class GraphModel(Runnable, Generic[Held]):
         """Run the model on the batches and return the size of the largest number in each value of its graph."""
         return calibration.peaks(self.graph, self._record, batches)
 
-    def _known(self, param: str) -> Held:
+    def _known(self, param: str) -> StoredT:
         held = self._held(param)
         if held is None:
             raise LnrewriteError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Code, LnrewriteError
-from ...ir.inputs import Input, Role
+from ...ir.inputs import Input, plain_content
 from ...kernels.library import DOMAIN, find, register
 from ...pipeline.protocols import Batch
 from ..inputs import check_names, fitted
@@ -115,11 +115,10 @@ def input_of(value: ir.Value, rows: int = 0, axes: int = 0) -> Input:
     declared: Sequence[int | ir.SymbolicDim | None] = [None] * axes if value.shape is None else list(value.shape)
     named = (None if d is None else size(d) for d in declared)
     dims = tuple(f"{value.name}.{i}" if d is None else d for i, d in enumerate(named))
-    dtype = TORCH.get(value.dtype) if value.dtype is not None else None
-    floats = dtype is None or dtype.is_floating_point
-    role = Role.VALUES if floats else Role.IDS if rows and dtype is not torch.bool else Role.MASK
+    known = TORCH.get(value.dtype) if value.dtype is not None else None
+    dtype = str(known).removeprefix("torch.") if known else ""
     shape = tuple(0 if isinstance(d, str) else d for d in dims)
-    return Input(str(value.name), str(dtype).removeprefix("torch.") if dtype else "", dims, shape, role, rows)
+    return Input(str(value.name), dtype, dims, shape, plain_content(dtype or "float32", rows), rows)
 
 
 def runnable(model: ir.Model) -> OnnxModule:

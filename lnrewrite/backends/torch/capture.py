@@ -266,13 +266,7 @@ def _auto(value: object) -> Axes:
     return dict.fromkeys(range(1 if value.dim() > 3 else min(2, value.dim())), Dim.AUTO)
 
 
-def _dynamic(
-    module: nn.Module,
-    args: Args,
-    kwargs: Kwargs,
-    notes: list[str],
-    trace: Trace,
-) -> CapturedModule:
+def _dynamic(module: nn.Module, args: Args, kwargs: Kwargs, notes: list[str], trace: Trace) -> CapturedModule:
     """Export with as many dynamic axes as hold: batch and sequence, batch alone, none."""
     every = pytree.tree_map(_auto, (args, kwargs))
     batch = pytree.tree_map_only(torch.Tensor, lambda t: {0: Dim.AUTO} if t.dim() else None, (args, kwargs))

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram, ModuleCallSignature
 from torch.export.graph_signature import ArgumentSpec, TensorArgument
 
 from ...compat.torch import TreeSpec, input_tree, operator_name, output_tree, pytree, set_trees
-from ...ir.inputs import Input, role_of
+from ...ir.inputs import Input, content_of
 from ...recipe.runtime import holder_of
 from .functional import functional, respell
 
@@ -98,7 +98,7 @@ def input_of(name: str, like: object) -> Input | None:
         return None
     dims = tuple(d if isinstance(d, int) else str(d) for d in like.shape)
     dtype = str(like.dtype).removeprefix("torch.")
-    return Input(name, dtype, dims, tuple(d if isinstance(d, int) else 0 for d in dims), role_of(name, dtype))
+    return Input(name, dtype, dims, tuple(d if isinstance(d, int) else 0 for d in dims), content_of(name, dtype))
 
 
 def _repeats(constant: object, value: object) -> bool:
