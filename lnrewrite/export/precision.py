@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import onnx
@@ -246,7 +245,9 @@ def _allowed(node: ir.Node, opset: int, given: int | None, made: int | None) -> 
     return None if formal is None else frozenset(str(t) for t in formal.types)
 
 
-def _formal(node: ir.Node, opset: int, given: int | None, made: int | None) -> Any | None:
+def _formal(
+    node: ir.Node, opset: int, given: int | None, made: int | None
+) -> onnx.defs.OpSchema.FormalParameter | None:
     """Return the formal input (output) of an operator at a place, None where no schema says."""
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, node.domain)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -19,6 +19,7 @@ from ..backends.onnx.file import data_names, read, stamp, write
 from ..backends.onnx.lift import lift
 from ..backends.onnx.raising import STANDARD, raise_norms
 from ..backends.onnx.session import runnable
+from ..backends.running import Runnable
 from ..comparison.verifying import HALF, proof
 from ..detect.detection import detect
 from ..detect.naming import norm_names
@@ -35,6 +36,10 @@ from .lowering import lower, split
 from .precision import lower_precision
 from .targets import DECOMPOSED, NO_CUDA_KERNEL, TARGETS
 
+if TYPE_CHECKING:
+    from ..models.onnx_program import OnnxProgram
+    from ..models.program import Program
+
 FILE = 2e-5
 """The largest error, relative to the largest output, that a file may show against the model in memory."""
 
@@ -47,7 +52,7 @@ NEEDED = "sessions need `lnrewrite kernels build` first, which was not done here
 
 
 def export(
-    program: Any,
+    program: Program | OnnxProgram,
     path: str | os.PathLike[str],
     *,
     target: str = "generic",
@@ -142,7 +147,7 @@ def lost(source: Network, network: Network) -> Iterator[str]:
         yield from [names[site.origin[-1]] for site in before if site.norm.kind is kind][held:]
 
 
-def wrong(program: Any, model: ir.Model, bound: float) -> str:
+def wrong(program: Runnable, model: ir.Model, bound: float) -> str:
     """Return why a model is not what its program is: it does not load, or gives other numbers; empty where it is."""
     try:
         found = proof(program, runnable(model), bound)
@@ -154,7 +159,7 @@ def wrong(program: Any, model: ir.Model, bound: float) -> str:
 def put(
     model: ir.Model,
     output: Path,
-    program: Any | None,
+    program: Runnable | None,
     bound: float,
     say: Callable[[str], None],
     *,
@@ -186,7 +191,7 @@ def put(
     return found
 
 
-def proved(program: Any, file: Path, output: Path, bound: float) -> Proof:
+def proved(program: Runnable, file: Path, output: Path, bound: float) -> Proof:
     """Run a written file against its program; raise LnrewriteError LN403 where it gives other numbers.
 
     A file with operators of lnrewrite is run by its definitions, and where the kernels are built by them too.

@@ -20,7 +20,8 @@ from ...ir import Kind, Norm
 from ..torch.capture import export_again, quiet
 from ..torch.fixed import ASSERT
 from ..torch.lift import lift, parameter_names
-from ..torch.module import CapturedModule, register, stored
+from ..torch.module import Args, CapturedModule, Kwargs, register, stored
+from .attention import attention, unhidden
 from .norms import ONES, OPERATORS, SITE, attributes
 from .shapes import infer_shapes
 
@@ -35,8 +36,8 @@ COPIES = {aten.reshape.default, aten.clone.default}
 
 def to_onnx(
     module: CapturedModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     norms: Mapping[str, NormMatch],
     sites: Mapping[str, str],
     opset: int = OPSET,
@@ -59,7 +60,7 @@ def to_onnx(
         try:
             program = export_again(semantic.finish(), args, kwargs)
             exported = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=opset, verbose=False)
-        except Exception as error:
+        except Exception as error:  # torch.onnx and the translations that it calls may raise anything
             raise LnrewriteError(Code.LN501, "the model", _reason(error), OTHER_OPSET) from error
         assert exported is not None
         model = exported.model
@@ -89,50 +90,10 @@ def norm_operator(
 ) -> torch.Tensor:
     """Represent a norm operator of ONNX in a graph that is traced: it has a shape and no values."""
     inputs = (x, scale) if bias is None else (x, scale, bias)
-    held: dict[str, Any] = {**attributes(eps)}
-    made = torch.onnx.ops.symbolic(operator, inputs, held, dtype=x.dtype, shape=x.shape, metadata_props={SITE: site})
+    made = torch.onnx.ops.symbolic(
+        operator, inputs, {**attributes(eps)}, dtype=x.dtype, shape=x.shape, metadata_props={SITE: site}
+    )
     return made.to(x.device)
-
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Compute torch's scaled_dot_product_attention in eval mode as products and a softmax that fusions recognise.
-
-    A masked score is the least finite number, never -inf: a row whose mask hides everything (padding on the left) gives
-    a mean, not the NaN that would spread. `unhidden` makes it the zero that torch gives.
-    """
-    if enable_gqa and (times := query.shape[-3] // key.shape[-3]) > 1:
-        key, value = (t.unsqueeze(-3).expand(*t.shape[:-2], times, *t.shape[-2:]).flatten(-4, -3) for t in (key, value))
-    if is_causal:
-        rows, columns = (torch.arange(t.shape[-2], device=t.device) for t in (query, key))
-        attn_mask = rows.unsqueeze(-1) >= columns
-    scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)
-    if attn_mask is not None:
-        least = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
-        if _boolean(attn_mask):
-            scores = scores + torch.where(attn_mask, torch.zeros_like(least), least)
-        else:
-            scores = scores + torch.maximum(attn_mask, least)
-    return torch.softmax(scores, -1) @ value
-
-
-def unhidden(y: torch.Tensor, mask: torch.Tensor, turned: bool) -> torch.Tensor:
-    """Zero attention's result y where a row sees nothing: [b, h, q, d] or, `turned`, [b, q, h, d] or [b, q, h * d]."""
-    sees = mask.any(-1, keepdim=True) if _boolean(mask) else mask.amax(-1, keepdim=True) > -torch.inf
-    sees = sees.transpose(1, 2) if turned else sees
-    return torch.where(sees.squeeze(-1) if turned and y.dim() == 3 else sees, y, 0)
-
-
-def _boolean(mask: torch.Tensor) -> bool:
-    return mask.dtype is torch.bool
 
 
 class _Semantic:
@@ -202,7 +163,7 @@ class _Semantic:
         heads, depth = node.meta["val"].shape[1], node.meta["val"].shape[-1]
         while common and len(end.users) == 1:
             user = next(iter(end.users))
-            before, after = end.meta["val"].shape, getattr(user.meta.get("val"), "shape", ())
+            before, after = end.meta["val"].shape, _shape(user)
             turns = not turned and user.target is aten.transpose.int and user.args[1:] == (1, 2)
             merged = [before, (*before[:2], heads * depth)] if turned else [before]
             if not turns and not (user.target in COPIES and str(list(after)) in [str(list(m)) for m in merged]):
@@ -265,6 +226,12 @@ class _Semantic:
             if held.shape == flat.shape and held.dtype == flat.dtype and torch.equal(held, flat):
                 return fresh
         raise AssertionError
+
+
+def _shape(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
+    """Return the shape of a node's value, nothing where that is no tensor."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def _narrow(x: fx.Node, end: fx.Node) -> fx.Node:

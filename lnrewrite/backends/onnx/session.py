@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -45,11 +44,11 @@ class OnnxModule(Runnable, torch.nn.Module):
         self.model, self.precision = model, precision
         self._watched: dict[tuple[str, ...], RemoteSession] = {}
 
-    def forward(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
+    def forward(self, *args: object, **inputs: object) -> dict[str, Tensor]:
         """Run the model. Raises LnrewriteError LN022 for wrong inputs, LN030 where ONNX Runtime refuses the model."""
         return self.watch((), *args, **inputs)
 
-    def watch(self, names: Sequence[str], *args: Any, **inputs: Any) -> dict[str, Tensor]:
+    def watch(self, names: Sequence[str], *args: object, **inputs: object) -> dict[str, Tensor]:
         """Run the model and return the values of these names too."""
         key = tuple(sorted(set(names)))
         if key not in self._watched or self._watched[key].gone:
@@ -88,13 +87,13 @@ class OnnxModule(Runnable, torch.nn.Module):
         """Return the inputs that a call gives, by name."""
         return {str(v.name): v for v in self.model.graph.inputs if v.const_value is None}
 
-    def feed(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def feed(self, args: Sequence[object], inputs: Mapping[str, object]) -> dict[str, np.ndarray]:
         """Return a call's inputs as arrays of the types that the model declares."""
-        given: dict[str, Any] = {**dict(zip(self.inputs, args, strict=False)), **inputs}
+        given: dict[str, object] = {**dict(zip(self.inputs, args, strict=False)), **inputs}
         check_names(tuple(self.inputs), given, "inputs")
         return {name: self.array(value, given[name]) for name, value in self.inputs.items()}
 
-    def array(self, like: ir.Value, given: Any) -> np.ndarray:
+    def array(self, like: ir.Value, given: object) -> np.ndarray:
         """Return one input as an array of the type that the model declares."""
         tensor = torch.as_tensor(given).detach().cpu()
         tensor = fitted(input_of(like, axes=tensor.dim()), tensor, "inputs", kinds=False)

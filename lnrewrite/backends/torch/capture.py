@@ -18,16 +18,11 @@ from torch.export import Dim, ExportedProgram
 from ...compat.torch import BatchNorm, FakeTensorMode, TreeSpec, input_tree, pytree, tensors_in
 from ...errors import Code, LnrewriteError, told
 from ...quiet import untraced
-from ..inputs import resized
-from .checked import check, others, run
-from .fixed import drop_settled, fixed_paths, mark, other_path, read_by
+from .checked import check
+from .dynamic import Axes, Shapes, Trace, dynamic, placeholders, symbols
+from .fixed import drop_settled, fixed_paths, mark, read_by
 from .module import Args, CapturedModule, Kwargs, unlift
 
-TANGLED = 300
-Axes = Mapping[int, object] | None
-"""The dynamic axes of one tensor."""
-Shapes = Mapping[str, object] | Sequence[object] | None
-"""Dynamic shapes as torch.export takes them."""
 CHOSEN = "what torch.export found at the example inputs"
 
 
@@ -70,17 +65,17 @@ def capture_module(
 
         def made(trace: Trace) -> CapturedModule:
             given = dynamic_shapes is not None
-            return trace(dynamic_shapes) if given else _dynamic(module, positional, keywords, notes, trace)
+            return trace(dynamic_shapes) if given else dynamic(module, positional, keywords, notes, trace)
 
         captured = _any_way(module, positional, keywords, kept_calls, made)
-        if fixed_paths(captured.graph) or not _symbols(captured) or dynamic_shapes is not None:
+        if fixed_paths(captured.graph) or not symbols(captured) or dynamic_shapes is not None:
             notes += check(module, captured, positional, keywords)  # `holds` has compared the others
     s = captured.signature
     given = {**dict(zip(s.names, positional, strict=False)), **keywords}
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
     if module.training:
         captured.train()
-    return Capture(captured, *kept, tuple(notes), tuple(sorted(_symbols(captured))))
+    return Capture(captured, *kept, tuple(notes), tuple(sorted(symbols(captured))))
 
 
 def from_program(program: ExportedProgram) -> Capture:
@@ -101,7 +96,7 @@ def from_program(program: ExportedProgram) -> Capture:
     if not _are_of(captured, kept):
         why, remedy = "its example inputs do not have the form that it takes", "export it again"
         raise LnrewriteError(Code.LN020, "the program", why, remedy)
-    return Capture(captured, *kept, dynamic=tuple(sorted(_symbols(captured))))
+    return Capture(captured, *kept, dynamic=tuple(sorted(symbols(captured))))
 
 
 def _are_of(module: CapturedModule, inputs: tuple[Args, Kwargs]) -> bool:
@@ -117,12 +112,12 @@ def _are_of(module: CapturedModule, inputs: tuple[Args, Kwargs]) -> bool:
     if not alike(input_tree(module), found):
         return False
     tensors = [(t.dtype, t.dim()) for t in leaves if isinstance(t, torch.Tensor)]
-    return tensors == [(t.dtype, t.dim()) for t in _placeholders(module)]
+    return tensors == [(t.dtype, t.dim()) for t in placeholders(module)]
 
 
 def export_again(module: CapturedModule, args: Args, kwargs: Kwargs) -> ExportedProgram:
     """Export a captured (and edited) module with the dimensions dynamic that its placeholders have dynamic."""
-    leaves = iter(_placeholders(module))
+    leaves = iter(placeholders(module))
 
     def axes(value: object) -> Axes:
         if not isinstance(value, torch.Tensor):
@@ -132,11 +127,6 @@ def export_again(module: CapturedModule, args: Args, kwargs: Kwargs) -> Exported
     shapes = pytree.tree_map(axes, (args, kwargs))
     with quiet():
         return torch.export.export(module, args, kwargs, dynamic_shapes=(*shapes[0], *shapes[1].values()), strict=False)
-
-
-def _placeholders(module: CapturedModule) -> list[torch.Tensor]:
-    values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
-    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -215,10 +205,6 @@ def _two_rows(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return twice
 
 
-Trace = Callable[[Shapes], CapturedModule]
-"""Capture a module with dynamic shapes as torch.export takes them; raises what torch.export raises."""
-
-
 def _any_way(
     module: nn.Module,
     args: Sequence[object],
@@ -257,91 +243,3 @@ def _any_way(
             raise LnrewriteError(Code.LN023, type(module).__name__, why, remedy) from first
         mark(captured, CHOSEN)
         return captured
-
-
-def _auto(value: object) -> Axes:
-    """Mark batch and sequence of a tensor as dynamic where torch.export finds that they can be."""
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return None
-    return dict.fromkeys(range(1 if value.dim() > 3 else min(2, value.dim())), Dim.AUTO)
-
-
-def _dynamic(module: nn.Module, args: Args, kwargs: Kwargs, notes: list[str], trace: Trace) -> CapturedModule:
-    """Export with as many dynamic axes as hold: batch and sequence, batch alone, none."""
-    every = pytree.tree_map(_auto, (args, kwargs))
-    batch = pytree.tree_map_only(torch.Tensor, lambda t: {0: Dim.AUTO} if t.dim() else None, (args, kwargs))
-    batch = pytree.tree_map(
-        lambda v: v if isinstance(v, dict) else None,
-        batch,
-        is_leaf=lambda v: isinstance(v, dict) and bool(v) and all(isinstance(k, int) for k in v),
-    )
-    why = "the model did not run, or differed, at a second size"
-    for note, spec in (("", every), ("the sequence length is fixed", batch)):
-        try:
-            captured = trace((*spec[0], *spec[1].values()))
-        except Exception:
-            continue
-        if spec is every and (formulas := _tangled(captured)) > TANGLED:
-            why = f"{formulas} shapes depend on it by remainders, too many to follow"
-            continue
-        if holds(module, captured, args, kwargs):
-            if note:
-                notes.append(f"{note}: {why}")
-            return captured
-    captured = trace(None)
-    notes.append(f"batch and sequence length are fixed: {why}")
-    return captured
-
-
-def _tangled(captured: CapturedModule) -> int:
-    """Count the values whose shapes are computed by remainders of a dynamic size: padding to chunks in unrolled loops.
-
-    Each costs torch.export some 20 ms: two layers of a chunked linear attention take a minute.
-    """
-    shapes = [getattr(n.meta.get("val"), "shape", ()) for n in captured.graph.nodes]
-    return sum(any("Mod(" in str(d) for d in shape) for shape in shapes)
-
-
-def holds(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> bool:
-    """Run both at a second size of every dynamic axis, on other values where it takes them; say whether they agree."""
-    if not _symbols(captured) or any(t.is_meta for t in module.parameters()):
-        return True
-    for size in (lambda n: n - 1, lambda n: 2 * n):
-        same = _resized(captured, args, kwargs, size)
-        for more in (*others(captured, *same, count=1), same):
-            try:
-                want = run(module, *more)
-            except Exception:
-                continue
-            try:
-                got = run(captured, *more)
-            except Exception as error:
-                if other_path(error):
-                    continue
-                return False
-            pairs = zip(want, got, strict=True)
-            return all(a.shape == b.shape and torch.allclose(a, b, 1e-3, 1e-4, equal_nan=True) for a, b in pairs)
-    return False
-
-
-def _symbols(captured: CapturedModule) -> set[str]:
-    """Return the names of the sizes that are dynamic."""
-    return {str(d) for leaf in _placeholders(captured) for d in leaf.shape if not isinstance(d, int)}
-
-
-def _resized(captured: CapturedModule, args: Args, kwargs: Kwargs, other: Callable[[int], int]) -> tuple[Args, Kwargs]:
-    """Return the inputs with every dynamic axis at another size: rows repeated or cut off."""
-    s = captured.signature
-    shapes = dict(zip((*s.positional, *s.keywords), _placeholders(captured), strict=False))
-
-    def resize(name: str, value: object) -> object:
-        if not isinstance(value, torch.Tensor) or name not in shapes:
-            return value
-        shape = list(value.shape)
-        for axis, d in enumerate(shapes[name].shape):
-            if not isinstance(d, int):
-                shape[axis] = max(2, other(shape[axis])) if axis else shape[0] + 1
-        return resized(value, shape)
-
-    new = {k: resize(k, v) for k, v in kwargs.items()}
-    return tuple(resize(n, v) for n, v in zip(s.names, args, strict=False)), new

@@ -35,14 +35,14 @@ NUMERIC = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_fo
 """Arguments that say how a result is stored, not what it is."""
 
 
-def _same(kind: str, *names: str) -> Rule:
-    """Return the rule of an operator that is a function of these arguments alone."""
+class Same:
+    """The rule of an operator that is a function of these arguments alone."""
 
-    def rule(**given: object) -> Neutral:
-        return kind, tuple(given[n] for n in names if n in given), {}
+    def __init__(self, kind: str, *names: str) -> None:
+        self.kind, self.names = kind, names
 
-    rule.reads = frozenset(names)  # type: ignore[attr-defined]  # its signature does not tell them
-    return rule
+    def __call__(self, /, **given: object) -> Neutral:
+        return self.kind, tuple(given[n] for n in self.names if n in given), {}
 
 
 def _first(kind: str) -> Rule:
@@ -228,12 +228,12 @@ def _rank(node: fx.Node) -> int:
 BINARY = ("add", "sub", "mul", "div", "maximum", "rsub")
 UNARY = ("neg", "sqrt", "rsqrt", "reciprocal", "abs", "exp", "square", "sigmoid", "tanh")
 RULES: dict[str, Rule] = {
-    **{name: _same(name, "self", "other") for name in BINARY},
-    **{name: _same(name, "self") for name in UNARY},
+    **{name: Same(name, "self", "other") for name in BINARY},
+    **{name: Same(name, "self") for name in UNARY},
     **dict.fromkeys(RESHAPE, _first("reshape")), **dict.fromkeys(ALIAS, _first("alias")),
     **dict.fromkeys(CONSTANT, _constant), **dict.fromkeys(("_to_copy", "to", "type_as"), _first("cast")),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
-    "pow": _same("pow", "self", "exponent"), "clamp_min": _same("clamp_min", "self", "min"), "clamp": _clamp,
+    "pow": Same("pow", "self", "exponent"), "clamp_min": Same("clamp_min", "self", "min"), "clamp": _clamp,
     "mean": _reduce("mean"), "sum": _reduce("sum"), "var": _spread("var"), "std": _spread("std"),
     "linalg_vector_norm": _vector_norm, "norm": _vector_norm, "linalg_norm": _linalg_norm,
     "layer_norm": _layer_norm,
@@ -250,8 +250,10 @@ RULES: dict[str, Rule] = {
 @cache
 def _reads(rule: Rule) -> tuple[frozenset[str], bool]:
     """Return the arguments that a rule accounts for, and whether the others make no difference."""
+    if isinstance(rule, Same):
+        return frozenset(rule.names), False
     names = signature(rule).parameters
-    return getattr(rule, "reads", frozenset(names)), "how" in names
+    return frozenset(names), "how" in names
 
 
 def neutral(target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Neutral:

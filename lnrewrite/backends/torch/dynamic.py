@@ -1,0 +1,118 @@
+"""Find which axes of a captured module can be dynamic: batch and sequence, where a run at a second size agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from ...compat.torch import pytree
+from ..inputs import resized
+from .checked import others, run
+from .fixed import other_path
+from .module import Args, CapturedModule, Kwargs
+
+TANGLED = 300
+"""How many shapes may be computed by remainders of a dynamic size."""
+Axes = Mapping[int, object] | None
+"""The dynamic axes of one tensor."""
+Shapes = Mapping[str, object] | Sequence[object] | None
+"""Dynamic shapes as torch.export takes them."""
+Trace = Callable[[Shapes], CapturedModule]
+"""Capture a module with dynamic shapes as torch.export takes them; raises what torch.export raises."""
+
+
+def placeholders(module: CapturedModule) -> list[torch.Tensor]:
+    """Return the tensors, without numbers, that a graph takes."""
+    values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _auto(value: object) -> Axes:
+    """Mark batch and sequence of a tensor as dynamic where torch.export finds that they can be."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return None
+    return dict.fromkeys(range(1 if value.dim() > 3 else min(2, value.dim())), Dim.AUTO)
+
+
+def dynamic(module: nn.Module, args: Args, kwargs: Kwargs, notes: list[str], trace: Trace) -> CapturedModule:
+    """Export with as many dynamic axes as hold: batch and sequence, batch alone, none."""
+    every = pytree.tree_map(_auto, (args, kwargs))
+    batch = pytree.tree_map_only(torch.Tensor, lambda t: {0: Dim.AUTO} if t.dim() else None, (args, kwargs))
+    batch = pytree.tree_map(
+        lambda v: v if isinstance(v, dict) else None,
+        batch,
+        is_leaf=lambda v: isinstance(v, dict) and bool(v) and all(isinstance(k, int) for k in v),
+    )
+    why = "the model did not run, or differed, at a second size"
+    for note, spec in (("", every), ("the sequence length is fixed", batch)):
+        try:
+            captured = trace((*spec[0], *spec[1].values()))
+        except Exception:  # torch.export may raise anything, and so may the module
+            continue
+        if spec is every and (formulas := _tangled(captured)) > TANGLED:
+            why = f"{formulas} shapes depend on it by remainders, too many to follow"
+            continue
+        if holds(module, captured, args, kwargs):
+            if note:
+                notes.append(f"{note}: {why}")
+            return captured
+    captured = trace(None)
+    notes.append(f"batch and sequence length are fixed: {why}")
+    return captured
+
+
+def _tangled(captured: CapturedModule) -> int:
+    """Count the values whose shapes are computed by remainders of a dynamic size: padding to chunks in unrolled loops.
+
+    Each costs torch.export some 20 ms: two layers of a chunked linear attention take a minute.
+    """
+    values = [n.meta.get("val") for n in captured.graph.nodes]
+    return sum(any("Mod(" in str(d) for d in v.shape) for v in values if isinstance(v, torch.Tensor))
+
+
+def holds(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> bool:
+    """Run both at a second size of every dynamic axis, on other values where it takes them; say whether they agree."""
+    if not symbols(captured) or any(t.is_meta for t in module.parameters()):
+        return True
+    for size in (lambda n: n - 1, lambda n: 2 * n):
+        same = _resized(captured, args, kwargs, size)
+        for more in (*others(captured, *same, count=1), same):
+            try:
+                want = run(module, *more)
+            except Exception:  # the module's own code, on sizes or values that it does not take
+                continue
+            try:
+                got = run(captured, *more)
+            except Exception as error:
+                if other_path(error):
+                    continue
+                return False
+            pairs = zip(want, got, strict=True)
+            return all(a.shape == b.shape and torch.allclose(a, b, 1e-3, 1e-4, equal_nan=True) for a, b in pairs)
+    return False
+
+
+def symbols(captured: CapturedModule) -> set[str]:
+    """Return the names of the sizes that are dynamic."""
+    return {str(d) for leaf in placeholders(captured) for d in leaf.shape if not isinstance(d, int)}
+
+
+def _resized(captured: CapturedModule, args: Args, kwargs: Kwargs, other: Callable[[int], int]) -> tuple[Args, Kwargs]:
+    """Return the inputs with every dynamic axis at another size: rows repeated or cut off."""
+    s = captured.signature
+    shapes = dict(zip((*s.positional, *s.keywords), placeholders(captured), strict=False))
+
+    def resize(name: str, value: object) -> object:
+        if not isinstance(value, torch.Tensor) or name not in shapes:
+            return value
+        shape = list(value.shape)
+        for axis, d in enumerate(shapes[name].shape):
+            if not isinstance(d, int):
+                shape[axis] = max(2, other(shape[axis])) if axis else shape[0] + 1
+        return resized(value, shape)
+
+    new = {k: resize(k, v) for k, v in kwargs.items()}
+    return tuple(resize(n, v) for n, v in zip(s.names, args, strict=False)), new
