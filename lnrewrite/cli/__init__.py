@@ -134,7 +134,7 @@ def export(
 
         program = load_source(source)
         check_paths(model, program.fixed_paths, accept)
-        report = program.export(target, force=force, verify=not no_verify, progress=LOGGER.info, **wanted)
+        report = program.export(target, force=force, verify=not no_verify, **wanted)
     if no_verify:
         LOGGER.warning(f"warning: {target} was not verified: nothing shows that it computes what {model} does")
     screen.answer(report.to_dict(), lambda: str(report), "")
@@ -188,7 +188,7 @@ def bench(models: tuple[str, ...], inputs: tuple[str, ...], screen: Screen, **as
         need_onnx("bench")
         from ..runtime.benching import bench as timed
 
-        found = timed(models, inputs=list(inputs) or None, progress=LOGGER.info, **asked)
+        found = timed(models, inputs=list(inputs) or None, **asked)
     screen.answer(found, lambda: timings(found))
 
 
@@ -214,7 +214,7 @@ def build(output: str | None, cuda: bool | None, force: bool, screen: Screen) ->
     with screen.working("compiling"):
         from ..kernels.building import build as compiled
 
-        found = compiled(output, cuda=cuda, progress=LOGGER.info)
+        found = compiled(output, cuda=cuda)
     row = {"library": str(found.library), "compiler": found.compiler, "nvcc": found.nvcc}
     built = f"{found.library}\nfor the CPU, " + (f"and for CUDA by {found.nvcc}" if found.nvcc else "not for CUDA")
     screen.answer(row, lambda: built, "")

@@ -100,7 +100,7 @@ def heal(
         assert isinstance(first, Program) and isinstance(second, Program)
         folder = run or f"{target}.run"
         places: dict[str, Any] = {"output": target, "held_out": held_out, "length": length, "run": folder}
-        places |= {"device": how.device, "resume": resume, "force": force, "progress": LOGGER.info}
+        places |= {"device": how.device, "resume": resume, "force": force}
         found = run_it(first, second, data, config, **places)
     if os.environ.get("RANK", "0") != "0":
         return

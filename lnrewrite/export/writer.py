@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +30,7 @@ from ..ir import Exactness, Kind, Network
 from ..kernels.library import DOMAIN, find
 from ..pipeline.report import Form, Report
 from ..pipeline.results import Proof
+from ..quiet import LOGGER
 from .boundaries import fuse_norm_add_norm
 from .fusions import FOR, fuse_groups
 from .lowering import lower, split
@@ -62,7 +63,6 @@ def export(
     fuse: str = "ops",
     verify: bool = True,
     force: bool = True,
-    progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Write a program as ONNX for a target and return the report, with a row for every norm.
 
@@ -82,19 +82,18 @@ def export(
     if fuse == "custom" and not TARGETS[target].contrib:
         why = "the operators of lnrewrite are for ONNX Runtime"
         raise UsageError(Code.LN003, f"fuse custom, target {target}", why, "give the target cpu or cuda")
-    say = progress or (lambda message: None)
     output = check_output(path, force)
     bound = TOLERANCE["fp16" if program.in_half and dtype == "fp32" else dtype]
-    say("translating to ONNX")
+    LOGGER.info("translating to ONNX")
     model = program.to_onnx(opset)
     left, notes = raised(model, program.network), list(program.notes)
     if optimize == "auto":
-        say("fusing the rest of the graph")
+        LOGGER.info("fusing the rest of the graph")
         model, more = fuse_groups(model, target, lambda made: wrong(program, made, bound))
         notes += more
     if dtype != "fp32":
         notes += lower_precision(model, dtype)
-    say(f"choosing norm forms for {target}")
+    LOGGER.info(f"choosing norm forms for {target}")
     rows, left_out = fuse_norm_add_norm(model) if fuse == "custom" else ([], [])
     notes += left_out
     rows += lower(model, TARGETS[target], version("onnxruntime"))
@@ -106,7 +105,7 @@ def export(
     stamp(model, version=__version__, target=target, dtype=dtype)
     if program.fixed_paths:
         stamp(model, fixed_paths=json.dumps(program.fixed_paths))
-    found = put(model, output, program if verify else None, bound, say, force=force)
+    found = put(model, output, program if verify else None, bound, force=force)
     notes += found.notes if found else ()
     placement = program.network.placement
     return Report(
@@ -161,7 +160,6 @@ def put(
     output: Path,
     program: Runnable | None,
     bound: float,
-    say: Callable[[str], None],
     *,
     force: bool = True,
 ) -> Proof | None:
@@ -177,10 +175,10 @@ def put(
     old = [name for name in names if name.name.encode() in held]
     data = names[1] if names[0] in old else names[0]
     with failing(output), room(output.absolute().parent) as folder:
-        say(f"writing {output}")
+        LOGGER.info(f"writing {output}")
         files = write(model, folder / output.name, data.name)
         if program is not None:
-            say("proving the file")
+            LOGGER.info("proving the file")
             found = proved(program, files[0], output, bound)
         for file in reversed(files):
             with failing(place := output.with_name(file.name)):

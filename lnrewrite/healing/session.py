@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..files.landing import write_text_whole
 from ..ir import Where
 from ..models.program import Program, capture
 from ..pipeline.results import Json
+from ..quiet import LOGGER
 from .config import TRAINED, HealingConfig
 from .distributed import World
 from .folding import fold, unfoldable
@@ -60,7 +61,6 @@ class Healing:
     config: HealingConfig
     world: World
     snapshots: Snapshots
-    say: Callable[[str], None]
     objective: Objective
     mix: Mix
 
@@ -154,7 +154,7 @@ class Healing:
         phase = Phase(
             name, steps, student, teacher, self.objective, mix, config, trained, sizes, lr, gain_lr, tapers=tapers
         )
-        phase.run(self.rehearsed(teacher, mix), self.snapshots, self.world, self.say)
+        phase.run(self.rehearsed(teacher, mix), self.snapshots, self.world)
 
     def rehearsed(self, teacher: Participant | None, mix: Mix) -> BatchSource:
         """Return the data, with random tokens among them where a teacher says what they give."""
@@ -164,7 +164,8 @@ class Healing:
         return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.config.seed)
 
     def measure(self, program: Program) -> Mapping[str, float]:
-        self.say("measuring the held-out loss")
+        if self.world.first:
+            LOGGER.info("measuring the held-out loss")
         return losses_of(program.module(), self.objective, self.measured, self.pair.teacher.module())
 
     def outcome(
@@ -214,7 +215,6 @@ def heal(
     resume: bool = False,
     force: bool = True,
     device: str = "cpu",
-    progress: Callable[[str], None] | None = None,
     **choices: Any,
 ) -> Healed:
     """Train a converted model back to its teacher's quality, and say how near it came to a control.
@@ -235,7 +235,6 @@ def heal(
     """
     plan = replace(config or HealingConfig(), **choices)
     world = World.join(device, plan.micro_batch)
-    say = progress if progress and world.first else (lambda message: None)
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
         first, second = (seen(model, kwargs, world, stack) for model in (teacher, student))
@@ -250,12 +249,12 @@ def heal(
         mix = mix_of(plan, objective.has_task(measured[0]))
         snapshots = Snapshots(Path(folder), world, asked, resume)
         stack.callback(snapshots.leave)
-        healed, report = Healing(pair, source, measured, plan, world, snapshots, say, objective, mix).run()
+        healed, report = Healing(pair, source, measured, plan, world, snapshots, objective, mix).run()
         module: nn.Module = healed.module()
         if not isinstance(student, Program | CapturedModule):
             module = give_back(student, healed)
         if output and world.first:
-            say(f"writing {output}")
+            LOGGER.info(f"writing {output}")
             healed.save(output, force=force)
         snapshots.end()
     report = replace(report, run=str(run) if run else None, output=str(output) if output else None)

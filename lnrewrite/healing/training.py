@@ -17,6 +17,7 @@ from ..backends.inputs import Tensors
 from ..backends.torch.feeding import flat_inputs
 from ..errors import Code, Exit, LnrewriteError
 from ..models.program import Program
+from ..quiet import LOGGER
 from .config import HealingConfig
 from .distributed import World
 from .losses import Mix, Objective
@@ -74,7 +75,7 @@ class Phase:
     gain_lr: float = 1.0
     tapers: Sequence[Taper] = ()
 
-    def run(self, source: BatchSource, snapshots: Snapshots, world: World, say: Callable[[str], None]) -> None:
+    def run(self, source: BatchSource, snapshots: Snapshots, world: World) -> None:
         """Train from the last checkpoint, or from the start, to the end.
 
         Raises LnrewriteError LN604 where a loss or gradient is NaN or infinite, Stopped on Ctrl-C.
@@ -91,8 +92,8 @@ class Phase:
                 step += 1
                 speed = clock.tick(int(row["tokens"]))
                 snapshots.log({"phase": self.name, "step": step, **row, **speed})
-                if clock.due():
-                    say(f"{self.name} {step}/{self.steps}  loss {row['loss']:.4f}  {_spell(**speed)}")
+                if clock.due() and world.first:
+                    LOGGER.info(f"{self.name} {step}/{self.steps}  loss {row['loss']:.4f}  {_spell(**speed)}")
                 halted = world.any(stopped())
                 if halted or step % config.save_steps == 0 or step == self.steps:
                     snapshots.save(self.name, step, view, optimizer)

@@ -7,12 +7,12 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import Code, LnrewriteError
 from ..files.landing import land, room
+from ..quiet import LOGGER
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
@@ -47,7 +47,6 @@ def build(
     *,
     cuda: bool | None = None,
     strict: bool = False,
-    progress: Callable[[str], None] | None = None,
 ) -> Built:
     """Compile the operators into one shared library, whole or not at all.
 
@@ -55,7 +54,6 @@ def build(
     takes nvcc where it is found. strict: let warnings be errors. Raises LnrewriteError LN531 without a compiler or
     where one fails, LN025 where the file cannot be written.
     """
-    say = progress or (lambda message: None)
     compiler = _compiler()
     nvcc = None if cuda is False else _nvcc()
     if cuda and nvcc is None:
@@ -64,7 +62,7 @@ def build(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with room(target.absolute().parent) as folder:
-            made = _compiled(folder, compiler, nvcc, strict, say)
+            made = _compiled(folder, compiler, nvcc, strict)
             land(made, target, force=True)
     except OSError as why:
         remedy = "choose another file with -o, and name it in LNREWRITE_KERNELS"
@@ -72,14 +70,14 @@ def build(
     return Built(target, compiler, nvcc)
 
 
-def _compiled(folder: Path, compiler: str, nvcc: str | None, strict: bool, say: Callable[[str], None]) -> Path:
+def _compiled(folder: Path, compiler: str, nvcc: str | None, strict: bool) -> Path:
     warnings = WARNINGS if strict else ()
     flags = [*FLAGS, *warnings]
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     objects = []
 
     def compile_one(name: str, command: list[str]) -> None:
-        say(f"compiling {name}")
+        LOGGER.info(f"compiling {name}")
         objects.append(str(folder / f"{name}.o"))
         _run([*command, "-o", objects[-1]])
 
@@ -97,7 +95,7 @@ def _compiled(folder: Path, compiler: str, nvcc: str | None, strict: bool, say: 
         compile_one("cuda_rows", [*command, "-c", str(SOURCES / "cuda_rows.cu")])
         link = [nvcc, "-shared", "-cudart", "static", "-ccbin", compiler]
     library = folder / "library.so"
-    say("linking")
+    LOGGER.info("linking")
     _run([*link, *objects, "-o", str(library)])
     return library
 

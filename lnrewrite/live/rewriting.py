@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -42,7 +42,6 @@ def rewrite(
     seed: int = 0,
     undo: bool = True,
     data: str | None = None,
-    progress: Callable[[str], None] | None = None,
     verify: bool = True,
 ) -> Report:
     """Rewrite a living nn.Module in place: it stays its own Python, with `generate()`, caches, hooks and training.
@@ -67,7 +66,7 @@ def rewrite(
     with evaluating(module):
         taken = capture_module(module, args, kwargs, children=lambda a, k: children(module, a, k))
     program = Program(taken)
-    result = plan.run(program, calibrate, partial, seed, data=data, progress=progress, verify=verify)
+    result = plan.run(program, calibrate, partial, seed, data=data, verify=verify)
     if result.program is program:
         return result.report
     recipe = difference(module, program, result.program)

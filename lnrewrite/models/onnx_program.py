@@ -243,7 +243,7 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
             lower(model, TARGETS[self.style], version("onnxruntime"))
         stamp(model, version=__version__, pipeline=",".join(self.done))
         bound = TOLERANCE["fp16" if self.in_half else "fp32"]
-        put(model, check_output(path, force), self, bound, lambda message: None, force=force)
+        put(model, check_output(path, force), self, bound, force=force)
 
     def export(self, path: str | os.PathLike[str], **how: Any) -> Report:
         """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.export.writer.export`."""

@@ -8,7 +8,7 @@ knows torch or ONNX. `spec.py` holds the text form of pipelines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, Generic
@@ -16,6 +16,7 @@ from typing import ClassVar, Generic
 from .. import errors
 from ..errors import Code, LnrewriteError
 from ..ir import Exactness, Network
+from ..quiet import LOGGER
 from .feed import Feed
 from .presets import PRESETS
 from .protocols import Batch, M, Proposer
@@ -64,7 +65,6 @@ class Pipeline:
         seed: int = 0,
         *,
         data: str | None = None,
-        progress: Callable[[str], None] | None = None,
         consume: bool = False,
         verify: bool = True,
     ) -> Result[M]:
@@ -80,35 +80,34 @@ class Pipeline:
         passes edit `program` itself, which is of no use afterwards: its weights are in memory once, not twice; where
         the proof fails then `Unproved` (LN404) is raised, and a run without `consume` tells what it is.
         """
-        say = progress or (lambda message: None)
         feed = Feed(program, calibrate, seed, data)
         rounded, before = program.narrow, program.network
         consume = consume and not rounded and all(item.exactness < Exactness.CALIBRATED for item in self.passes)
         scope = Scope.AT_ENDS if verify else Scope.NONE
         try:
-            current, done = self._steps(program, feed, partial, seed, say, consume, scope)
+            current, done = self._steps(program, feed, partial, seed, consume, scope)
         except Unproved:
             if consume:
                 raise
-            say("the result does not compute what the model does: looking for the edit that is wrong")
-            current, done = self._steps(program, feed, partial, seed, say, False, Scope.OF_EDITS)
+            LOGGER.info("the result does not compute what the model does: looking for the edit that is wrong")
+            current, done = self._steps(program, feed, partial, seed, False, Scope.OF_EDITS)
         exactness = max((d.exactness for d in done if d.step.edits), default=Exactness.STRUCTURAL)
         drift = None
         if exactness >= Exactness.CALIBRATED or (rounded and current is not program):
-            say("measuring the drift")
+            LOGGER.info("measuring the drift")
             drift = feed.drift(program, current)
             _finite(drift)
         return Result(current, self._report(before, current.network, exactness, done, drift, feed))
 
     def _steps(
-        self, program: M, feed: Feed, partial: bool, seed: int, say: Callable[[str], None], consume: bool, scope: Scope
+        self, program: M, feed: Feed, partial: bool, seed: int, consume: bool, scope: Scope
     ) -> tuple[M, list[Done]]:
         """Run the passes one after the other; prove what each stretch of exact ones, or each single edit, gave."""
         current, done, number = program, list[Done](), 0
         for exact, stretch in groupby(self.passes, lambda item: item.exactness < Exactness.CALIBRATED):
             witness = Witness(seed, scope is Scope.OF_EDITS) if exact and scope is not Scope.NONE else None
             for item in stretch:
-                say(f"{(number := number + 1)}/{len(self.passes)} {spell(item)}")
+                LOGGER.info(f"{(number := number + 1)}/{len(self.passes)} {spell(item)}")
                 network = current.network if exact or scope is Scope.NONE else current.certified
                 used = consume or current is not program
                 current, step = run_step(item, current, network, feed, partial, seed, used, witness)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Code, LnrewriteError
-from ..quiet import LOGGER
 from .driver import Pipeline, Result
 from .protocols import Batch, M
 from .report import Report
@@ -36,9 +35,8 @@ class Job:
         """Run the pipeline on a program. Raises Refused, Unproved, and what `Pipeline.run` raises."""
         batches = self.read(program) if self.read else None
         partial = self.partial or self.lenient
-        told = LOGGER.info
         return self.pipeline.run(
-            program, batches, partial, self.seed, data=self.data, progress=told, verify=self.verify, consume=consume
+            program, batches, partial, self.seed, data=self.data, verify=self.verify, consume=consume
         )
 
     def check(self, model: str, report: Report) -> None:

@@ -26,6 +26,7 @@ from ..loading.identify import identify
 from ..loading.source import Format
 from ..models.onnx_program import Given, OnnxProgram
 from ..pipeline.results import Json
+from ..quiet import LOGGER
 from .sessions import PROVIDERS, check_target, does_not_run
 from .timings import Benchmark, Spread, Timing
 
@@ -58,7 +59,6 @@ def bench(
     runs: int = 11,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[str], None] | None = None,
 ) -> Json:
     """Time ONNX files on one input and return the object of `bench --json`: medians in ms, ratios to the first model.
 
@@ -70,13 +70,12 @@ def bench(
     LN015, LN030, LN031 where a file is broken.
     """
     check_target(target)
-    say = progress or (lambda message: None)
     timed = _opened(models, inputs, seed)
     order = random.Random(seed)
     times: list[list[float]] = [[] for _ in timed]
     medians: list[list[float]] = [[] for _ in timed]
     for index in range(rounds):
-        say(f"round {index + 1} of {rounds}")
+        LOGGER.info(f"round {index + 1} of {rounds}")
         ready: dict[int, Run] = {}
         for each in order.sample(range(len(timed)), len(timed)):
             ready[each] = _session(timed[each], target, threads)
