@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from ..ir import Exactness
 from . import registry
 
 
-def describe(name: str | None = None) -> list[dict[str, Any]]:
+def describe(name: str | None = None) -> list[dict[str, object]]:
     """Return a row for each installed pass, or for the one named: name, exactness, data, options, documentation.
 
     Raises UsageError LN001 for an unknown name.

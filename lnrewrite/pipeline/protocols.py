@@ -143,7 +143,7 @@ class Model(Protocol):
         """Compare `other`'s outputs with this model's on the batches."""
         ...
 
-    def evidence(self, seed: int) -> Any | None:
+    def evidence(self, seed: int) -> object | None:
         """Return what this model computes on made-up inputs of two sizes; None where it cannot be run."""
         ...
 

@@ -34,7 +34,7 @@ class Unproved(LnrewriteError):
 class Provable(Protocol):
     """Describe what a program needs so that edits of it can be proved."""
 
-    def evidence(self, seed: int) -> Any | None: ...
+    def evidence(self, seed: int) -> object | None: ...
     def apply(self, edits: Edits, label: str, *, consume: bool = False) -> tuple[Self, int]: ...
     def away(self, evidence: Any) -> float: ...
 
@@ -46,7 +46,8 @@ class Witness:
     """
 
     def __init__(self, seed: int, each: bool) -> None:
-        self.seed, self.each, self.called, self.evidence = seed, each, False, None
+        self.seed, self.each, self.called = seed, each, False
+        self.evidence: object | None = None
 
     def call(self, program: Provable) -> None:
         """Make the program say what it computes, before it is edited."""
@@ -60,7 +61,7 @@ class Witness:
 
 
 def sound(
-    program: Provable, wanted: Edits, label: str, evidence: Any
+    program: Provable, wanted: Edits, label: str, evidence: object
 ) -> tuple[list[tuple[Stream, Proposal]], tuple[Refusal, ...]]:
     """Return the edits that keep what the evidence holds, and a refusal for each that does not.
 
