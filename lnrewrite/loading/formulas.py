@@ -100,45 +100,55 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _weigh(node: ast.expr, guard: bool) -> _Weight:
-    """Return what an expression weighs; raise Forbidden for every form that is not listed here."""
+    """Return what an expression weighs; raise Forbidden for every form that is not listed here or below."""
+    if (leaf := _leaf(node, guard)) is not None:
+        return leaf
+    if (parts := _one_term(node, guard)) is not None:
+        return _joined(None, [_weigh(part, guard) for part in parts])
+    match node:
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Not(), operand=operand):
+            return _weigh(operand, guard)
+        case ast.BinOp(left=left, op=ast.Pow() | ast.LShift(), right=right):
+            return _power(left, right, guard)
+        case ast.BinOp(left=left, op=op, right=right):
+            return _joined(op, [_weigh(left, guard), _weigh(right, guard)])
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            return _call(name, args, keywords, guard)
+    return _forbid(node)
+
+
+def _leaf(node: ast.expr, guard: bool) -> _Weight | None:
+    """Return what a constant, a symbol, or in a guard a property of an input weighs; None for what is none."""
     match node:
         case ast.Constant(value=bool() | None):
             return _Weight(1)
-        case ast.Constant(value=int() as number):
-            return _Weight(max(1, number.bit_length())) if number.bit_length() <= 64 else _forbid(node)
+        case ast.Constant(value=int() as number) if number.bit_length() <= 64:
+            return _Weight(max(1, number.bit_length()))
         case ast.Constant(value=float()):
             return _Weight()
         case ast.Constant(value=str() as text) if guard and _WORD.fullmatch(text):
             return _Weight()
         case ast.Name(id=name) if name in _CONSTANTS or not guard and _SYMBOL.fullmatch(name):
             return _Weight()
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Not(), operand=operand):
-            return _weigh(operand, guard)
-        case ast.BinOp(left=left, op=ast.Pow() | ast.LShift(), right=right):
-            return _power(left, right, guard)
-        case ast.BinOp(left=left, op=ast.BitXor(), right=right) if guard:  # in a size, sympy reads a power
-            return _joined(None, [_weigh(left, guard), _weigh(right, guard)])
-        case ast.BinOp(left=left, op=op, right=right):
-            return _joined(op, [_weigh(left, guard), _weigh(right, guard)])
-        case ast.BoolOp(values=values):
-            return _joined(None, [_weigh(v, guard) for v in values])
-        case ast.Compare(left=left, ops=ops, comparators=others) if all(isinstance(o, _COMPARED) for o in ops):
-            return _joined(None, [_weigh(v, guard) for v in (left, *others)])
-        case ast.IfExp(test=test, body=body, orelse=other) if guard:
-            return _joined(None, [_weigh(v, guard) for v in (test, body, other)])
-        case ast.Tuple(elts=values):
-            return _joined(None, [_weigh(v, guard) for v in values])
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
-            return _call(name, args, keywords, guard)
-    if guard and _is_of_input(node):
-        return _Weight()
-    match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=args, keywords=[]) if guard:
-            known = _FUNCTIONS.fullmatch(f"{owner}.{name}")
-            return _joined(None, [_weigh(v, guard) for v in args]) if known else _forbid(node)
         case ast.Attribute(value=ast.Name(id="math"), attr="inf" | "nan") if guard:
             return _Weight()
-    return _forbid(node)
+    return _Weight() if guard and _is_of_input(node) else None
+
+
+def _one_term(node: ast.expr, guard: bool) -> list[ast.expr] | None:
+    """Return the parts of an expression that is one term whatever they are; None for what is none."""
+    match node:
+        case ast.BinOp(left=left, op=ast.BitXor(), right=right) if guard:  # in a size, sympy reads a power
+            return [left, right]
+        case ast.BoolOp(values=values) | ast.Tuple(elts=values):
+            return values
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(isinstance(o, _COMPARED) for o in ops):
+            return [left, *others]
+        case ast.IfExp(test=test, body=body, orelse=other) if guard:
+            return [test, body, other]
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=args, keywords=[]) if guard:
+            return args if _FUNCTIONS.fullmatch(f"{owner}.{name}") else None
+    return None
 
 
 def _forbid(node: ast.AST) -> _Weight:

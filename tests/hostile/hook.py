@@ -17,6 +17,11 @@ TALKS = {"urllib.Request", *(f"socket.{name}" for name in REACHES)}
 HARMFUL = {"os", "posix", "nt", "subprocess", "sys", "builtins", "importlib", "runpy", "shutil", "payload", "socket"}
 
 
+def under(path: str, roots: tuple[str, ...]) -> bool:
+    """Return whether a path is one of `roots` or lies in one."""
+    return any(path == r or path.startswith(r.rstrip("/") + "/") for r in roots)
+
+
 def install(root: str, repository: str, fd: int) -> None:
     """Write a line of JSON to `fd` for all that a command in the folder `root` of a case should not do."""
     python = {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *site.getsitepackages(), repository}
@@ -30,9 +35,6 @@ def install(root: str, repository: str, fd: int) -> None:
     def tell(kind: str, what: Any) -> None:
         os.write(fd, (json.dumps([kind, str(what)[:300]]) + "\n").encode())
 
-    def under(path: str, roots: tuple[str, ...]) -> bool:
-        return any(path == r or path.startswith(r.rstrip("/") + "/") for r in roots)
-
     def opened(path: Any, flags: Any) -> None:
         if not isinstance(path, str | bytes | os.PathLike):
             return
@@ -44,23 +46,24 @@ def install(root: str, repository: str, fd: int) -> None:
         elif not under(real, readable):
             tell("read outside", real)
 
+    def executed(code: Any) -> None:
+        file = getattr(code, "co_filename", "")
+        if isinstance(file, str) and not file.startswith("<") and under(os.path.realpath(file), (here,)):
+            tell("ran code of", file)
+
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             opened(args[0], args[2])
         elif event == "os.mkdir" and os.fsdecode(args[0]) == marker:
             tell("ran", "the payload")
-        elif event == "subprocess.Popen" and args[1] == server:
-            return  # ONNX Runtime, in a process of its own
-        elif event in RUNS:
+        elif event in RUNS and not (event == "subprocess.Popen" and args[1] == server):  # which runs ONNX Runtime
             tell("ran", f"{event} {args[:2]}")
         elif event in TALKS:
             tell("talked", f"{event} {args[-1]}")
         elif event == "pickle.find_class" and str(args[0]).split(".")[0] in HARMFUL:
             tell("unpickled", ".".join(map(str, args)))
         elif event == "exec":
-            file = getattr(args[0], "co_filename", "")
-            if isinstance(file, str) and not file.startswith("<") and under(os.path.realpath(file), (here,)):
-                tell("ran code of", file)
+            executed(args[0])
 
     sys.addaudithook(hook)
 
