@@ -22,6 +22,12 @@ def under(path: str, roots: tuple[str, ...]) -> bool:
     return any(path == r or path.startswith(r.rstrip("/") + "/") for r in roots)
 
 
+def file_of(code: object) -> str:
+    """Return the file that a code object is of; empty where it is of none."""
+    file = getattr(code, "co_filename", "")
+    return os.path.realpath(file) if isinstance(file, str) and not file.startswith("<") else ""
+
+
 def install(root: str, repository: str, fd: int) -> None:
     """Write a line of JSON to `fd` for all that a command in the folder `root` of a case should not do."""
     python = {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *site.getsitepackages(), repository}
@@ -46,11 +52,6 @@ def install(root: str, repository: str, fd: int) -> None:
         elif not under(real, readable):
             tell("read outside", real)
 
-    def executed(code: Any) -> None:
-        file = getattr(code, "co_filename", "")
-        if isinstance(file, str) and not file.startswith("<") and under(os.path.realpath(file), (here,)):
-            tell("ran code of", file)
-
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             opened(args[0], args[2])
@@ -63,7 +64,8 @@ def install(root: str, repository: str, fd: int) -> None:
         elif event == "pickle.find_class" and str(args[0]).split(".")[0] in HARMFUL:
             tell("unpickled", ".".join(map(str, args)))
         elif event == "exec":
-            executed(args[0])
+            if under(file_of(args[0]), (here,)):
+                tell("ran code of", file_of(args[0]))
 
     sys.addaudithook(hook)
 
