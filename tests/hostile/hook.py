@@ -63,9 +63,8 @@ def install(root: str, repository: str, fd: int) -> None:
             tell("talked", f"{event} {args[-1]}")
         elif event == "pickle.find_class" and str(args[0]).split(".")[0] in HARMFUL:
             tell("unpickled", ".".join(map(str, args)))
-        elif event == "exec":
-            if under(file_of(args[0]), (here,)):
-                tell("ran code of", file_of(args[0]))
+        elif event == "exec" and under(file_of(args[0]), (here,)):
+            tell("ran code of", file_of(args[0]))
 
     sys.addaudithook(hook)
 
