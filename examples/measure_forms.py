@@ -1,4 +1,4 @@
-"""Time the forms of a residual add and its norm in ONNX Runtime: the source of the costs in lnrewrite/targets/table.py.
+"""Time the forms of a residual add and its norm in ONNX Runtime, as the costs in lnrewrite/export/targets.py were.
 
     python examples/measure_forms.py [--threads 1] [--rounds 7]
 

@@ -88,7 +88,9 @@ def test_names_exist(page: Path) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", text)
     generated = re.compile(r"reference/(codes/(index|LN\d+)|passes)\.md$")
-    there = [generated.search(link) or (page.parent / link).exists() for link in links if link]
+    there = [
+        generated.search((page.parent / link).as_posix()) or (page.parent / link).exists() for link in links if link
+    ]
     assert all(there), links
 
 

@@ -64,6 +64,18 @@ class Bare:
         return type(self).script(stream, context)
 
 
+@dataclass(frozen=True)
+class Demanding(Pass):
+    """Propose nothing, and need a block."""
+
+    name: ClassVar[str] = "demanding"
+    exactness: ClassVar[Exactness] = Exactness.STRUCTURAL
+    needs_blocks: ClassVar[bool] = True
+
+    def plan(self, stream: Stream, context: Context) -> Proposal:
+        return Proposal(otherwise="nothing is proposed")
+
+
 OPTIONS, NEEDY, BARE = (f"{__name__}:{cls.__name__}" for cls in (Options, Needy, Bare))
 
 
@@ -403,14 +415,13 @@ def test_a_refused_stream_stays_as_it_is(script: Any) -> None:
     assert [b.placement for b in result.program.network.blocks] == ["pre", "pre", "pre", "peri"]
 
 
-def test_what_detection_did_not_understand(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_detection_did_not_understand(script: Any) -> None:
     before = Machine(Network(refusals=(no("LN202", "model"),)), [])
     (note,) = script(put_out).run(before).report.notes
     assert note == "no residual block was found; LN202 model: it cannot be; select others"
-    monkeypatch.setattr(Bare, "needs_blocks", True, raising=False)
     with pytest.raises(Refused, match="LN202"):
-        script(put_out).run(before)
-    assert script(put_out).run(before, partial=True).report.steps[0].refused == 1
+        Pipeline((Demanding(),)).run(before)
+    assert Pipeline((Demanding(),)).run(before, partial=True).report.steps[0].refused == 1
 
 
 @pytest.mark.parametrize("target", ["h.1", "h.2.in"])

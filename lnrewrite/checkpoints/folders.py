@@ -30,7 +30,7 @@ from ..ir.inputs import InputSpec, plain_content
 from ..live.ports import children
 from ..live.recipes import Recipe
 from ..live.rewriting import EXACT, ROUNDED, difference, restructure, rewrite
-from ..live.saving import RECORD
+from ..live.undoing import RECORD
 from ..loading.checkpoint import empty_model
 from ..loading.identify import identify
 from ..loading.open import open_module

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -32,14 +31,11 @@ from ..pipeline.report import Form, Report
 from ..pipeline.results import Proof
 from ..quiet import LOGGER
 from .boundaries import fuse_norm_add_norm
+from .exportable import Exportable
 from .fusions import FOR, fuse_groups
 from .lowering import lower, split
 from .precision import lower_precision
 from .targets import DECOMPOSED, NO_CUDA_KERNEL, TARGETS
-
-if TYPE_CHECKING:
-    from ..models.onnx_program import OnnxProgram
-    from ..models.program import Program
 
 FILE = 2e-5
 """The largest error, relative to the largest output, that a file may show against the model in memory."""
@@ -53,7 +49,7 @@ NEEDED = "sessions need `lnrewrite kernels build` first, which was not done here
 
 
 def export(
-    program: Program | OnnxProgram,
+    program: Exportable,
     path: str | os.PathLike[str],
     *,
     target: str = "generic",

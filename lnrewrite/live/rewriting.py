@@ -21,8 +21,8 @@ from ..recipe import runtime as rewritten
 from .difference import Difference
 from .ports import children
 from .recipes import Recipe
-from .saving import RECORD, save_as_before, save_as_rewritten
-from .undoing import UndoLog, all_or_nothing, configs_of
+from .saving import save_as_before, save_as_rewritten
+from .undoing import RECORD, UndoLog, all_or_nothing, configs_of
 
 EXACT, ROUNDED = 1e-5, 2e-2
 """How far a rewritten module's outputs may be from the rewritten graph's, relative to the largest: float32 and half."""

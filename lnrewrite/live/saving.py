@@ -19,17 +19,15 @@ from ..compat.transformers import NotCopied, config_of, model_classes
 from ..errors import Code, LnrewriteError
 from ..recipe.heads import PLACES, base_of
 from ..recipe.modeling import CLASS, FILE, KEY, generate, record_of, with_record
+from .undoing import RECORD, UndoLog
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from .recipes import Change
-    from .undoing import UndoLog
 
 Content = dict[str, Any]
 """What a JSON file holds."""
-RECORD = "_lnrewrite"
-"""The attribute of a rewritten module that holds what was done to it."""
 
 
 def recorded(content: Content, module: Any, changes: Sequence[Change], pipeline: str) -> Content:

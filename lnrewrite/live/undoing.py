@@ -14,7 +14,6 @@ from torch import nn
 from ..compat.transformers import config_of
 from ..errors import Code, LnrewriteError
 from .recipes import Change
-from .saving import RECORD
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,6 +26,9 @@ def configs_of(module: nn.Module) -> list[PretrainedConfig]:
         return []
     return [c for c in (config, config.get_text_config()) if hasattr(c, "tie_word_embeddings")]
 
+
+RECORD = "_lnrewrite"
+"""Where a rewritten module keeps the logs of its rewrites."""
 
 Slots = dict[str, dict[Hashable, object]]
 

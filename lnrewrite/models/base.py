@@ -16,6 +16,7 @@ from ..detect.arithmetic import Floats, Unknown, affine, evaluate
 from ..detect.detection import Detection, detect
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
+from ..export.exportable import Exportable
 from ..ir import Network, text
 from ..ir.inputs import InputSpec
 from ..ir.summary import Picture, describe
@@ -36,16 +37,11 @@ StoredT = TypeVar("StoredT")
 """A parameter as a model stores it."""
 
 
-class GraphModel(Runnable, Generic[StoredT]):
+class GraphModel(Exportable, Generic[StoredT]):
     """See a model as a graph; a subclass says what the graph is, what its parameters hold, and how it runs."""
 
     format: str
     told: tuple[str, ...] = ()
-
-    @property
-    @abstractmethod
-    def fixed_paths(self) -> tuple[str, ...]:
-        """Return what a capture fixed that the model itself chooses by its data: the line, its place, what it read."""
 
     @property
     def notes(self) -> tuple[str, ...]:

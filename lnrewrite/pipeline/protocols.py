@@ -23,7 +23,7 @@ Batch = Mapping[str, Any] | Sequence[Any]
 class Proposer(Protocol):
     """Describe what a pipeline runs: a `Pass`, or any frozen dataclass that holds what is named here.
 
-    One without the base class may add `needs_blocks` and `everywhere`, which mean what they do there.
+    One without the base class sees streams alone, and a model without blocks stays as it is.
     """
 
     name: ClassVar[str]

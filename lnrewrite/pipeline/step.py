@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ..errors import LnrewriteError, Refusal, Refused
 from ..ir import Exactness, Network
-from .base import proposed
+from .base import Pass, proposed
 from .feed import Feed
 from .protocols import Batch, Context, M, Proposer
 from .report import Expected, Skipped, Step
@@ -52,8 +52,8 @@ def run_step(
     ask = (current.is_ones, current.is_zeros, current.values)
     context = Context(network, samples, *ask, seed, current.shape, current.affine, peaks)
     proposals = []
-    rest = (network.rest,) if getattr(item, "everywhere", False) and (network.elsewhere or network.computed) else ()
-    for stream in (*network.streams, *rest):
+    everywhere = isinstance(item, Pass) and item.everywhere and bool(network.elsewhere or network.computed)
+    for stream in (*network.streams, network.rest) if everywhere else network.streams:
         proposals.append((stream, proposed(item, stream, context)))
     refusals = tuple(r for _, p in proposals for r in p.refusals) or _unseen(item, network)
     if refusals and not partial:
@@ -97,6 +97,6 @@ def _once(run: Callable[[Sequence[Batch]], T], feed: Feed) -> Callable[[], T]:
 
 def _unseen(item: Proposer, network: Network) -> tuple[Refusal, ...]:
     """Return detection's own refusals where it found no block and the pass cannot do without one."""
-    if network.blocks or not getattr(item, "needs_blocks", False):
+    if network.blocks or not (isinstance(item, Pass) and item.needs_blocks):
         return ()
     return network.refusals

@@ -95,7 +95,7 @@ class Center(nn.Module):
         return x - x.mean(self.axis, keepdim=True)
 
 
-PIECES = {"norm": Norm, "affine": Affine, "center": Center}
+PIECES = {"norm": Norm, "affine": Affine, "center": Center, "centre": Center}  # the last in older folders
 
 
 def build(specs: Sequence[Change]) -> nn.Module:
