@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def load(
-    model: str,
+    model: str | os.PathLike[str],
     *,
     factory: str | Callable[[], nn.Module] | None = None,
     trust_pickle: bool = False,
@@ -118,7 +118,7 @@ def _taken_over(model: str, program: torch.export.ExportedProgram) -> Capture:
 
 
 def rewrite_file(
-    model: str,
+    model: str | os.PathLike[str],
     pipeline: Pipeline | str,
     output: str | os.PathLike[str] | None,
     *,

@@ -77,7 +77,7 @@ def test_a_model_is_identified_once(command: tuple[str, ...], models: int, model
 
 def test_a_file_is_rewritten_from_python_as_from_the_command_line(model: str) -> None:
     run("opt", model, "--preset", "exact", "-o", "one.pt2")
-    report = lnr.rewrite_file(model, "exact", "two")
+    report = lnr.rewrite_file(Path(model), "exact", Path("two"))
     assert report.output == "two.pt2" and report.edits == 4
     assert Path("one.pt2").read_bytes() == Path("two.pt2").read_bytes()
     assert lnr.rewrite_file(model, "fold-affine", None).output is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from collections.abc import Iterable
@@ -27,14 +28,14 @@ _OTHER = {
 }
 
 
-def identify(model: str, how: OpenOptions | None = None) -> Source:
+def identify(model: str | os.PathLike[str], how: OpenOptions | None = None) -> Source:
     """Return what `model`, a path or a name, is: reads magic bytes, zip members, headers and pickle operations only.
 
     `how` says how it may be opened; it goes along.
     Raises LnrewriteError: LN010 nothing of that name, LN011 none of the forms, LN015 damaged, LN028 a transformers
     folder whose files lead out of it.
     """
-    how = how or OpenOptions()
+    how, model = how or OpenOptions(), os.fspath(model)
     if model.startswith("demo:"):
         return Source(Format.DEMO, model, how=how)
     path = named_path(model)

@@ -65,8 +65,8 @@ class Context:
     `samples()` runs the model on the calibration data, once, and returns block name -> `Samples`; `peaks()` the size of
     the largest number in each value of the graph, by node. `affine(start, end)` are a and s, per channel, of a piece of
     graph that computes a x + s. `is_ones(param)` and
-    `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array. `seed` is for a
-    pass that draws random numbers.
+    `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array and raises
+    LnrewriteError LN105 where they are computed: catch it, and refuse. `seed` is for a pass that draws random numbers.
     """
 
     network: Network

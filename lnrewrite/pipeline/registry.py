@@ -70,11 +70,10 @@ def name_of(cls: type[Proposer]) -> str:
 
 
 def _entries() -> list[EntryPoint]:
-    """Return the group's entry points; the shipped ones from the folder where no metadata is installed."""
+    """Return the group's entry points, and what lies in the folder and was not there when the package was installed."""
     installed = list(entry_points(group=GROUP))
-    if any(entry.value.startswith(f"{_SHIPPED}.") for entry in installed):
-        return installed
-    return [*installed, *_listed()]
+    known = {entry.value for entry in installed}
+    return [*installed, *(entry for entry in _listed() if entry.value not in known)]
 
 
 def _listed() -> Iterator[EntryPoint]:
