@@ -193,10 +193,11 @@ def _rewritten(source: Source, job: Job, target: Path | None, force: bool) -> Re
     program = load_source(source)
     if target:
         check_paths(source.name, program.fixed_paths, job.accept_fixed_paths)
+    batches = job.batches(program)
     try:
-        result = job.run(program, consume=True)
+        result = job.run(program, batches, consume=True)
     except Unproved:  # the program was used up
-        result = job.run(load_source(source))
+        result = job.run(load_source(source), batches)
     job.check(source.name, result.report)
     if target:
         LOGGER.info(f"writing {target}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 import lnrewrite as lnr
 from lnrewrite.cli import main
 from lnrewrite.loading import identify
+from lnrewrite.loading.open import open_module
+from lnrewrite.pipeline.sounding import Unproved
 
 
 class Net(nn.Module):
@@ -73,6 +76,36 @@ def run(*words: str) -> None:
 def test_a_model_is_identified_once(command: tuple[str, ...], models: int, model: str, looks: list[str]) -> None:
     run(*command)
     assert looks == [model] * models
+
+
+def test_what_took_the_place_of_a_model_since_is_looked_at_again(model: str, tmp_path: Path) -> None:
+    """A second model is opened when the first was captured, which takes its time."""
+    source = identify.identify(model)
+    torch.save(Net(), "evil.pt")
+    os.replace("evil.pt", model)
+    with pytest.raises(lnr.LnrewriteError, match="LN012"):
+        open_module(source)
+
+
+def test_data_are_read_once_even_if_the_proof_fails(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which edit was wrong is found in a second run, on the same batches: an iterator gives them only once."""
+    runs: list[object] = []
+    run = lnr.Pipeline.run
+
+    def failing(self: lnr.Pipeline, program: Any, calibrate: Any = None, *rest: Any, **how: Any) -> Any:
+        runs.append(calibrate)
+        if len(runs) == 1:
+            raise Unproved("the model", "made up")
+        return run(self, program, calibrate, *rest, **how)
+
+    monkeypatch.setattr(lnr.Pipeline, "run", failing)
+    batches = ({"x": torch.randn(2, 8)} for _ in range(4))
+    assert lnr.rewrite_file(model, "fold-affine", "once.pt2", calibrate=batches).edits
+    assert len(runs) == 2 and runs[0] is runs[1]
+
+
+def test_a_preset_with_partial_succeeds_as_without(model: str) -> None:
+    run("opt", model, "--preset", "inference", "--partial", "-o", "out.pt2")
 
 
 def test_a_file_is_rewritten_from_python_as_from_the_command_line(model: str) -> None:

@@ -125,7 +125,7 @@ def _streamed(source: Source, job: Job) -> Done | None:
     taken = capture_module(module, (), empty, fixed, lambda a, k: children(module, a, k))
     store = Store({n: weights.files[key] for n, key in weights.keys.items()}, buffers)
     program = StoredProgram(taken, store, format=source.format)
-    result = job.run(program)
+    result = job.run(program, None)  # no pass looks at data, and nothing is run
     note = "the weights were streamed: lnrewrite verify compares the two folders with both in memory"
     report = replace(result.report, notes=(*result.report.notes, note))
     recipe = difference(module, program, result.program) if result.program is not program else Recipe(module)

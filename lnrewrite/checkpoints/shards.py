@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..loading.foreign import safetensors_header
 
@@ -42,7 +42,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """Hold where one tensor is: in which file, under which key. Raises what safetensors raises where it is read."""
+    """Hold where one tensor is: in which file, under which key. Reading raises OSError."""
 
     path: Path
     key: str
@@ -69,8 +69,11 @@ class Stored:
         width, count = (self.shape[-1], self.shape[0]) if self.shape else (1, 1)
         step = max(1, PIECE * count // (prod(self.shape) * self.dtype.itemsize))
         for start in range(0, count, step):
-            with safe_open(self.path, "pt") as file:
-                piece = file.get_slice(self.key)[start : start + step] if self.shape else file.get_tensor(self.key)
+            try:
+                with safe_open(self.path, "pt") as file:
+                    piece = file.get_slice(self.key)[start : start + step] if self.shape else file.get_tensor(self.key)
+            except SafetensorError as error:  # it was whole when it was looked at
+                raise OSError(f"{self.path.name} cannot be read any more: {error}") from error
             yield piece.reshape(-1, width)
 
 

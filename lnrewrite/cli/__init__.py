@@ -98,7 +98,7 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
     if preset is not None and preset not in Pipeline.PRESETS:
         unknown(Code.LN001, "preset", preset, Pipeline.PRESETS)
     pipeline = Pipeline.parse(text) if text is not None else str(preset)
-    return _rewrite(model, pipeline, None if dry_run else output, **asked)
+    return _rewrite(model, pipeline, None if dry_run else output, lenient=preset is not None, **asked)
 
 
 @main.command()
@@ -262,6 +262,7 @@ def _rewrite(
     partial: bool,
     how: OpenOptions,
     screen: Screen,
+    lenient: bool = False,
     **asked: Any,
 ) -> int:
     """Run a pipeline on a model and write the result, the body of convert and opt; return the exit code."""
@@ -276,4 +277,4 @@ def _rewrite(
     tell_name(output, report.output)
     dry = "" if report.output else "\n\ndry run: nothing was written"
     screen.answer(report.to_dict(), lambda: f"pipeline   {report.pipeline}\n{report}{dry}", "")
-    return Exit.PARTIAL if report.refusals and partial else Exit.DONE
+    return Exit.PARTIAL if report.refusals and partial and not lenient else Exit.DONE

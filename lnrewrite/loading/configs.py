@@ -32,7 +32,7 @@ def read_config(folder: Path) -> Json:
 
 
 def _odd(key: str, value: object, wanted: str) -> Foreign:
-    return Foreign(f"config.json: {key} is {str(value)[:60]!r} not {wanted}")
+    return Foreign(f"config.json: {key} is {str(value)[:60]!r}, and not {wanted}")
 
 
 def _names(value: object) -> bool:

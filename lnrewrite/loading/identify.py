@@ -15,7 +15,7 @@ from .archives import program_hazards
 from .configs import read_config
 from .foreign import LIMIT, Foreign, astray, read_file, safetensors_header
 from .pickles import LEGACY_MAGIC, Damaged, unsafe_names
-from .source import Format, OpenOptions, Source
+from .source import Format, OpenOptions, Source, stamp_of
 
 _ONNX_FIELDS = {*range(1, 9), 14, 20, 25, 26}  # ModelProto
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -41,11 +41,13 @@ def identify(model: str | os.PathLike[str], how: OpenOptions | None = None) -> S
     path = named_path(model)
     try:
         if path.is_dir():
-            return Source(Format.TRANSFORMERS, model, path, _folder(model, path), how)
+            stamp = stamp_of(path)
+            return Source(Format.TRANSFORMERS, model, path, _folder(model, path), how, stamp)
         if path.is_file():
+            stamp = stamp_of(path)
             with path.open("rb") as stream:
                 found, unsafe = _file(model, path, stream)
-            return Source(found, model, path, unsafe, how)
+            return Source(found, model, path, unsafe, how, stamp)
         if path.exists():
             raise not_a_model(model, "it is neither a regular file nor a folder")
     except (Damaged, Foreign) as error:
@@ -56,6 +58,15 @@ def identify(model: str | os.PathLike[str], how: OpenOptions | None = None) -> S
     if _REFERENCE.fullmatch(model):
         return Source(Format.CALLABLE, model, how=how)
     raise LnrewriteError(Code.LN010, f"model {model!r}", "no such file or folder", _nearest(path))
+
+
+def current(source: Source) -> Source:
+    """Return a source as it is now: what lies there is looked at again where it changed since. Raises as `identify`."""
+    try:
+        same = stamp_of(source.path) == source.stamp
+    except OSError:
+        same = False
+    return source if same else identify(source.name, source.how)
 
 
 def not_a_model(model: str, why: str) -> LnrewriteError:

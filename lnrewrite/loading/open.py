@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Code, LnrewriteError, code_of_others, did_you_mean, told
 from ..quiet import quiet
-from .identify import damaged, listed, not_a_model
+from .identify import current, damaged, listed, not_a_model
 from .pickles import Damaged, check_built
 from .source import Factory, Format, Source
 
@@ -57,6 +57,7 @@ def open_module(source: Source) -> Opened:
     Raises LnrewriteError LN001, LN010 to LN019, LN028, LN029 or LN032; nothing that a file names is run unless it is
     trusted.
     """
+    source = current(source)  # another model may have been captured since it was looked at
     source.check_trusted()
     opened = _OPENERS[source.format](source)
     if opened.module is not None:

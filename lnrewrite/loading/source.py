@@ -49,12 +49,26 @@ class OpenOptions:
         return given if all(isinstance(item, str) for item in given) else []
 
 
+Stamp = tuple[tuple[str, int, int, int], ...]
+"""Names, inodes, sizes and times of change of what was looked at: another one tells that something else lies there."""
+
+
+def stamp_of(path: Path | None) -> Stamp:
+    """Return the stamp of a file, or of the files of a folder; of a name there is none. Raises OSError."""
+    if path is None:
+        return ()
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    held = [(file.name, file.stat()) for file in files if file.exists()]
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in held)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Describe what a MODEL is: its format, its path (None where it is a name), and what loading it would run.
 
     `name` is the MODEL as it was given; `unsafe` holds the `module.name`s and other hazards that only --trust-pickle
-    allows, empty for plain weights; `how` says how it may be opened. `identify` makes one.
+    allows, empty for plain weights; `how` says how it may be opened; `stamp` is of the file as it was looked at.
+    `identify` makes one.
     """
 
     format: Format
@@ -62,6 +76,7 @@ class Source:
     path: Path | None = None
     unsafe: tuple[str, ...] = ()
     how: OpenOptions = OpenOptions()
+    stamp: Stamp = ()
 
     @property
     def file(self) -> Path:

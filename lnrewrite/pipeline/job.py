@@ -31,9 +31,12 @@ class Job:
     accept_fixed_paths: bool = False
     seed: int = 0
 
-    def run(self, program: M, *, consume: bool = False) -> Result[M]:
+    def batches(self, program: M) -> Iterable[Batch] | None:
+        """Return the calibration batches, which may be given only once; None makes inputs up."""
+        return self.read(program) if self.read else None
+
+    def run(self, program: M, batches: Iterable[Batch] | None, *, consume: bool = False) -> Result[M]:
         """Run the pipeline on a program. Raises Refused, Unproved, and what `Pipeline.run` raises."""
-        batches = self.read(program) if self.read else None
         partial = self.partial or self.lenient
         return self.pipeline.run(
             program, batches, partial, self.seed, data=self.data, verify=self.verify, consume=consume

@@ -108,6 +108,10 @@ class OnnxModule(Runnable, torch.nn.Module):
             return OnnxModule(widened(self.model, ir.DataType.FLOAT), "float32")
         return exact
 
+    def double(self) -> OnnxModule:
+        """Return the model in float64, as `in_float64`: the weights of this one are in ONNX Runtime."""
+        return self.in_float64()
+
 
 def input_of(value: ir.Value, rows: int = 0, axes: int = 0) -> Input:
     """Describe an input of a model: ids where it looks up `rows`, `axes` where it declares none; a dtype of "": any."""
