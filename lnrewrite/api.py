@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -142,34 +142,30 @@ def rewrite_file(
     partial, verify: as `Pipeline.run` takes them. accept_fixed_paths: write a model that chooses its path by its data.
     All else is as `load` takes it. Raises Refused, and LnrewriteError with a code that says what the matter is.
     """
+    lenient = isinstance(pipeline, str) and pipeline in Pipeline.PRESETS
+    if isinstance(pipeline, str):
+        pipeline = Pipeline.preset(pipeline) if lenient else Pipeline.parse(pipeline)
     source = identify(model, OpenOptions(factory, trust_pickle, trust_remote_code, inputs, device, seed))
-    how: dict[str, Any] = {"partial": partial, "verify": verify, "accept_fixed_paths": accept_fixed_paths}
-    return rewrite_source(source, pipeline, output, calibrate=calibrate, force=force, **how)
+    job = Job(pipeline, partial, lenient, verify, accept_fixed_paths, seed)
+    return rewrite_source(source, job, output, calibrate=calibrate, force=force)
 
 
 def rewrite_source(
     source: Source,
-    pipeline: Pipeline | str,
+    job: Job,
     output: str | os.PathLike[str] | None,
     *,
-    calibrate: str | Iterable[Batch] | None = None,
-    partial: bool = False,
-    verify: bool = True,
-    accept_fixed_paths: bool = False,
-    force: bool = False,
+    calibrate: str | Iterable[Batch] | None,
+    force: bool,
 ) -> Report:
-    """Run a pipeline on what `identify` found and write the result; see `rewrite_file`."""
-    lenient = isinstance(pipeline, str) and pipeline in Pipeline.PRESETS
-    if isinstance(pipeline, str):
-        pipeline = Pipeline.preset(pipeline) if lenient else Pipeline.parse(pipeline)
+    """Do a job on what `identify` found, on the data `calibrate`, and write the result; see `rewrite_file`."""
     folder = source.format is Format.TRANSFORMERS and output is not None and Path(output).suffix not in SUFFIXES
     target = None if output is None or folder else _target(source, os.fspath(output), force)
     if folder and (source.how.factory or source.how.device != "cpu"):
         why = "a folder is read on the CPU, by the class that its config names"
         raise UsageError(Code.LN003, "--factory, --device", why, "omit them, or name a .pt2 file as OUT")
-    read, data = reader_of(calibrate, source.how.seed)
-    accepted = accept_fixed_paths or output is None
-    job = Job(pipeline, read, data, partial, lenient, verify, accepted, source.how.seed)
+    read, data = reader_of(calibrate, job.seed)
+    job = replace(job, read=read, data=data, accept_fixed_paths=job.accept_fixed_paths or output is None)
     if output is None or not folder:
         return _rewritten(source, job, target, force)
     from .checkpoints.folders import rewrite_folder

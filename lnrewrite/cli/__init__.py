@@ -69,6 +69,7 @@ def inspect(model: str, how: OpenOptions, screen: Screen) -> None:
 @options(model=True, writes=True)
 def convert(model: str, to: str, output: str, norm: str, blocks: str | None, **asked: Any) -> int:
     """Change where the norms sit: MODEL with every (selected) block converted to one placement."""
+    from ..pipeline.driver import Pipeline
     from ..pipeline.spec import placing
 
     if to not in PLACEMENTS:
@@ -77,7 +78,7 @@ def convert(model: str, to: str, output: str, norm: str, blocks: str | None, **a
     if selection is not None and not re.fullmatch(r"[^\s{}]+", selection):
         remedy = "write terms such as 0-5 or attention, joined by ';'"
         raise UsageError(Code.LN004, f"block selection {blocks!r}", "it is empty or holds spaces or braces", remedy)
-    return _rewrite(model, placing(to, norm, selection), output, **asked)
+    return _rewrite(model, Pipeline.parse(placing(to, norm, selection)), output, **asked)
 
 
 @main.command()
@@ -95,9 +96,7 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
         raise click.UsageError("Give either --passes or --preset")
     if output is None and not dry_run:
         raise click.UsageError("Give -o OUT, or --dry-run")
-    if preset is not None and preset not in Pipeline.PRESETS:
-        unknown(Code.LN001, "preset", preset, Pipeline.PRESETS)
-    pipeline = Pipeline.parse(text) if text is not None else str(preset)
+    pipeline = Pipeline.parse(text) if text is not None else Pipeline.preset(str(preset))
     return _rewrite(model, pipeline, None if dry_run else output, lenient=preset is not None, **asked)
 
 
@@ -254,7 +253,7 @@ def explain(code: str, screen: Screen) -> None:
 
 def _rewrite(
     model: str,
-    pipeline: Pipeline | str,
+    pipeline: Pipeline,
     output: str | None,
     *,
     no_verify: bool,
@@ -262,16 +261,19 @@ def _rewrite(
     partial: bool,
     how: OpenOptions,
     screen: Screen,
+    calibrate: str | None,
+    force: bool,
     lenient: bool = False,
-    **asked: Any,
 ) -> int:
     """Run a pipeline on a model and write the result, the body of convert and opt; return the exit code."""
+    from ..pipeline.job import Job
+
     source = identify(model, how)  # what is not there is told before torch is imported
+    job = Job(pipeline, partial, lenient, not no_verify, accept, how.seed)
     with screen.working(f"opening {model}"):
         from ..api import rewrite_source
 
-        asked |= {"verify": not no_verify, "accept_fixed_paths": accept, "partial": partial}
-        report = rewrite_source(source, pipeline, output, **asked)
+        report = rewrite_source(source, job, output, calibrate=calibrate, force=force)
     if no_verify:
         LOGGER.warning(f"warning: nothing shows that {report.output or 'the result'} computes what {model} does")
     tell_name(output, report.output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError, words
 from ..ir import Block, Network, Stream, Where
 from ..pipeline.protocols import Batch, Samples
-
-if TYPE_CHECKING:
-    from ..pipeline.protocols import Floats
 
 BYTES = 1 << 29
 """How much memory the samples of one program may take; fewer tokens are kept of a larger model."""
@@ -53,7 +50,7 @@ def collect(network: Network, record: Recorder, batches: Sequence[Batch], seed: 
                 Code.LN026, "calibration", why, "run the model in float32, or check the data and the weights"
             )
     return {
-        block: Samples(**{k: cast("Floats", arrays.get(n)) for k, (n, _) in nodes.items()})
+        block: Samples(**{k: cast(Floats, arrays.get(n)) for k, (n, _) in nodes.items()})
         for block, nodes in names.items()
     }
 

@@ -23,13 +23,13 @@ class Job:
     """
 
     pipeline: Pipeline
-    read: BatchReader | None = None
-    data: str | None = None
     partial: bool = False
     lenient: bool = False
     verify: bool = True
     accept_fixed_paths: bool = False
     seed: int = 0
+    read: BatchReader | None = None
+    data: str | None = None
 
     def batches(self, program: M) -> Iterable[Batch] | None:
         """Return the calibration batches, which may be given only once; None makes inputs up."""
