@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..algebra.fitting import Floats
 from ..backends.inputs import Tensors
 from ..comparison.verifying import logits
 from ..compat.torch import tensors_in
@@ -188,26 +190,64 @@ def _causal(program: Program, example: Tensors) -> str:
     return name if torch.allclose(one[:, :-1], two[:, :-1], atol=1e-4) and not torch.equal(one, two) else ""
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Hold held-out losses: `values` float64[targets], and which window each target stands in: `windows` int[targets].
+
+    In nats or, without targets, each token's squared error of the output over the teacher's mean square.
+    """
+
+    values: Floats
+    windows: npt.NDArray[np.int64]
+
+    @property
+    def mean(self) -> float:
+        """Return the mean over targets."""
+        return float(self.values.mean())
+
+    def figures(self) -> Mapping[str, float]:
+        """Return mean, median and p99.9 over targets."""
+        return {
+            "mean": self.mean,
+            "median": float(np.median(self.values)),
+            "p999": float(np.quantile(self.values, 0.999)),
+        }
+
+    def minus(self, other: Measured) -> tuple[float, float | None]:
+        """Return the difference of two means on the same targets, and its standard error over windows (None of one).
+
+        The targets of a window depend on each other, so windows are what was drawn: the error is that of a ratio.
+        """
+        gap = self.mean - other.mean
+        rest = np.bincount(self.windows, self.values - other.values - gap)
+        count = int(len(np.unique(self.windows)))
+        if count < 2:
+            return gap, None
+        return gap, float(np.sqrt(np.square(rest).sum() * count / (count - 1)) / len(self.values))
+
+
 def losses_of(
     module: torch.nn.Module, objective: Objective, batches: Sequence[Tensors], teacher: torch.nn.Module
-) -> Mapping[str, float]:
-    """Return mean, median and p99.9 over all held-out targets of the loss in nats.
-
-    Without targets: of each token's squared error of the output over the teacher's mean square.
-    """
-    found = []
+) -> Measured:
+    """Return the losses of all held-out targets."""
+    values: list[Tensor] = []
+    windows: list[Tensor] = []
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    first = 0
     with torch.no_grad():
         for rows in batches:
             batch = {n: t.to(device) for n, t in rows.items()}
             inputs = inputs_of(batch)
             out = module(**inputs)
             if objective.has_task(batch):
-                found.append(objective.rows(out, batch))
-                continue
-            mine, its = _first(out), _first(teacher(**inputs))
-            errors = (mine - its).square().mean(-1) / its.square().mean()
-            counted = [batch[n].bool() for n in objective.masks if batch[n].shape == errors.shape]
-            found.append(errors[counted[0]] if counted else errors.reshape(-1))
-    values = torch.cat(found).double().cpu().numpy()
-    return {"mean": float(values.mean()), "median": float(np.median(values)), "p999": float(np.quantile(values, 0.999))}
+                found, counted = objective.rows(out, batch), objective.targets(batch) != IGNORED
+            else:
+                mine, its = _first(out), _first(teacher(**inputs))
+                errors = (mine - its).square().mean(-1) / its.square().mean()
+                masks = [batch[n].bool() for n in objective.masks if batch[n].shape == errors.shape]
+                counted = masks[0] if masks else torch.ones_like(errors, dtype=torch.bool)
+                found = errors[counted]
+            values.append(found.double().cpu())
+            windows.append(counted.nonzero()[:, 0].cpu() + first)
+            first += len(counted)
+    return Measured(torch.cat(values).numpy(), torch.cat(windows).numpy())

@@ -20,7 +20,8 @@ class HealingReport:
 
     `losses` maps teacher, converted, healed and control to mean, median and p999 of the held-out losses, in nats where
     there is a task, else relative squared errors of the outputs. `gap` is healed minus control (minus teacher where
-    there is no control), of the means.
+    there is no control), of the means; `gap_to_teacher` healed minus teacher; each with its standard error over the
+    held-out windows, None where there is only one.
     """
 
     placement_before: str
@@ -33,14 +34,13 @@ class HealingReport:
     tokens: int
     seconds: float
     drift: Drift
+    gap: float
+    gap_standard_error: float | None
+    gap_to_teacher: float
+    gap_to_teacher_standard_error: float | None
     notes: tuple[str, ...] = ()
     output: str | None = None
     run: str | None = None
-
-    @property
-    def gap(self) -> float:
-        """Return how far the healed model is from the control, by the mean held-out loss."""
-        return self.losses["healed"]["mean"] - self.losses.get("control", self.losses["teacher"])["mean"]
 
     def to_dict(self) -> Json:
         """Return the JSON object of `heal --json`."""
@@ -54,6 +54,9 @@ class HealingReport:
             "targets": self.targets,
             "losses": {name: dict(row) for name, row in self.losses.items()},
             "gap": self.gap,
+            "gap_standard_error": self.gap_standard_error,
+            "gap_to_teacher": self.gap_to_teacher,
+            "gap_to_teacher_standard_error": self.gap_to_teacher_standard_error,
             "trained": dict(self.trained),
             "recipe": dict(self.recipe),
             "tokens": self.tokens,
@@ -65,13 +68,19 @@ class HealingReport:
     def __str__(self) -> str:
         rows = [(name, *(f"{row[m]:.4f}" for m in MEASURES)) for name, row in self.losses.items()]
         table = aligned(("", *MEASURES), rows, ("",))
-        against = "control" if "control" in self.losses else "teacher"
+        gaps = [("gap", self.gap, self.gap_standard_error, "control")] if "control" in self.losses else []
+        gaps.append(
+            ("" if gaps else "gap", self.gap_to_teacher, self.gap_to_teacher_standard_error, "the teacher as it was")
+        )
         t = self.trained
         lines = [
             f"placement  {self.placement_before} -> {self.placement_after}",
             f"trained    {t['parameters']:,} of {t['of']:,} parameters ({t['which']})",
             f"            on {self.tokens:,} tokens, {self.seconds:.0f} s in all",
-            f"gap        {self.gap:+.4f} {self.unit}, healed against {against}",
+            *(
+                f"{name:10} {_with_error(gap, error)} {self.unit}, healed against {other}"
+                for name, gap, error, other in gaps
+            ),
             "",
             f"held-out loss, {self.unit}, {self.targets:,} targets",
             *table,
@@ -81,6 +90,10 @@ class HealingReport:
         if self.run:
             lines += ["", f"log and picture: {self.run}"]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _with_error(gap: float, error: float | None) -> str:
+    return f"{gap:+.4f}" if error is None else f"{gap:+.4f} ± {error:.4f}"
 
 
 def picture(rows: Sequence[Json], title: str) -> str:

@@ -28,7 +28,7 @@ from ..quiet import LOGGER
 from .config import TRAINED, HealingConfig
 from .distributed import World
 from .folding import fold, unfoldable
-from .losses import Mix, Objective, losses_of
+from .losses import Measured, Mix, Objective, losses_of
 from .pairing import Pair, give_back
 from .rehearsal import Rehearsed
 from .report import HealingReport, picture
@@ -163,14 +163,12 @@ class Healing:
             return self.source
         return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.config.seed)
 
-    def measure(self, program: Program) -> Mapping[str, float]:
+    def measure(self, program: Program) -> Measured:
         if self.world.first:
             LOGGER.info("measuring the held-out loss")
         return losses_of(program.module(), self.objective, self.measured, self.pair.teacher.module())
 
-    def outcome(
-        self, healed: Program, losses: Mapping[str, Mapping[str, float]], trained: Json, seconds: float
-    ) -> HealingReport:
+    def outcome(self, healed: Program, losses: Mapping[str, Measured], trained: Json, seconds: float) -> HealingReport:
         task = self.objective.has_task(self.measured[0])
         rows = [inputs_of(batch) for batch in self.measured]
         log = self.snapshots.rows()
@@ -179,18 +177,26 @@ class Healing:
             notes.append("the data hold no targets, so no control is trained: the losses are distances to the teacher")
         elif not self.config.control:
             notes.append("no control was trained; the gap is against the teacher as it was")
+        if "control" in losses and losses["control"].mean > losses["teacher"].mean:
+            notes.append("the control ended worse than the teacher as it was, which the healed model is to be held to")
         self.draw(log)
+        gap, error = losses["healed"].minus(losses.get("control", losses["teacher"]))
+        to_teacher, its_error = losses["healed"].minus(losses["teacher"])
         return HealingReport(
             placement_before=self.pair.teacher.network.placement,
             placement_after=healed.network.placement,
             unit="nats" if task else "relative squared error",
             targets=sum(self.objective.count(b) for b in self.measured),
-            losses=losses,
+            losses={name: found.figures() for name, found in losses.items()},
             trained=trained,
             recipe={**asdict(self.config), "losses": asdict(self.mix)},
             tokens=sum(row["tokens"] for row in log if row["phase"] != "control"),
             seconds=seconds,
             drift=drift(self.pair.teacher.module(), healed.module(), rows, True),
+            gap=gap,
+            gap_standard_error=error,
+            gap_to_teacher=to_teacher,
+            gap_to_teacher_standard_error=its_error,
             notes=tuple(notes),
         )
 
