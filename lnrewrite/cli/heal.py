@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,10 +16,13 @@ from ..quiet import LOGGER
 from .options import ACCEPT, FORCE, Screen, options, target_of, tell_name
 
 
+DATA = ".txt .jsonl .parquet .npy .bin .npz .pt .safetensors or pkg.module:iterable."
+
+
 @click.command()
 @click.argument("teacher")
 @click.argument("student")
-@click.option("--data", required=True, metavar="DATA", help=".txt .npy .npz .pt .safetensors or pkg.module:iterable.")
+@click.option("--data", required=True, metavar="DATA", help=DATA)
 @click.option("-o", "--output", required=True, metavar="OUT", help="What to write: .pt2 or .onnx.")
 @click.option("--held-out", metavar="DATA", help="Measure on these; default: a part of DATA that is not trained on.")
 @click.option("--steps", default=400, show_default=True, help="Optimizer steps, of the student and of the control.")
@@ -35,6 +39,8 @@ from .options import ACCEPT, FORCE, Screen, options, target_of, tell_name
 @click.option("--batch-size", default=16, show_default=True, help="Rows of a step, over all processes.")
 @click.option("--accumulate", default=1, show_default=True, help="Micro-batches of a step.")
 @click.option("--rehearse", default=0.0625, show_default=True, help="This share of the rows holds random tokens.")
+@click.option("--tokenizer", metavar="FOLDER", help="Reads the text; default: that of TEACHER's folder.")
+@click.option("--field", default="text", show_default=True, help="What holds the text in .jsonl and .parquet.")
 @click.option("--length", type=click.IntRange(2, 2**20), help="Tokens of a window cut from a text.")
 @click.option("--lr", default=3e-4, show_default=True, help="Peak learning rate.")
 @click.option("--gain-lr", default=10.0, show_default=True, help="Gains and biases learn so many times faster.")
@@ -58,6 +64,8 @@ def heal(
     held_out: str | None,
     order: str | None,
     no_control: bool,
+    tokenizer: str | None,
+    field: str,
     length: int | None,
     run: str | None,
     resume: bool,
@@ -84,13 +92,18 @@ def heal(
         from ..api import check_device, load_source
         from ..data.batches import check_data
         from ..healing.config import HealingConfig
+        from ..healing.opening import tokenizer_named
         from ..healing.session import heal as run_it
+        from ..healing.snapshots import check_run
         from ..models.program import Program
         from ..pipeline.job import check_paths
 
         for name in filter(None, (data, held_out)):
             check_data(name)
+        tokenizer_named(tokenizer)
         check_device(how.device)
+        folder = run or f"{target}.run"
+        check_run(Path(folder), resume, force)
         stages = tuple(order.split(",")) if order else ()
         config = HealingConfig(**asked, seed=how.seed, stages=stages, control=not no_control)
         first = load_source(sources[0])
@@ -98,9 +111,9 @@ def heal(
         second = load_source(sources[1])
         check_paths(student, second.fixed_paths, accept)
         assert isinstance(first, Program) and isinstance(second, Program)
-        folder = run or f"{target}.run"
         places: dict[str, Any] = {"output": target, "held_out": held_out, "length": length, "run": folder}
-        places |= {"device": how.device, "resume": resume, "force": force}
+        places |= {"tokenizer": tokenizer, "field": field}
+        places |= {"device": how.device, "resume": resume, "restart": force, "force": force}
         found = run_it(first, second, data, config, **places)
     if os.environ.get("RANK", "0") != "0":
         return

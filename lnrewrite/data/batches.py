@@ -7,10 +7,10 @@ so that a wrong name or shape is reported here, in the user's words, and not dee
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,12 @@ _LIMIT = 1024  # batches; an endless iterable ends here
 _SUFFIXES = (".npz", ".npy", ".pt", ".safetensors", ".txt")
 
 
+class Loads(Protocol):
+    """Describe what gives a tokenizer of transformers when it is asked to."""
+
+    def load(self) -> Any: ...
+
+
 class HasSpec(Protocol):
     """Describe what a program says of the data that it reads."""
 
@@ -49,14 +55,16 @@ class Data:
 
     name: an .npz, .npy, .pt (tensors only), .safetensors or .txt file, or `pkg.module:iterable`. tokenizer: cuts text
     into tokens, or the folder that holds one; without it `byte_level` says that text is read byte by byte. length:
-    tokens of a window cut from a text; None takes the example's where that is fixed, else 128.
+    tokens of a window cut from a text; None takes the example's where that is fixed, else 128. end: the id behind
+    which another document starts, and positions count from 0 again; None where they do not.
     """
 
     name: str
     spec: InputSpec
-    tokenizer: Tokenizer | str | None = None
+    tokenizer: Loads | str | None = None
     byte_level: bool = False
     length: int | None = None
+    end: int | None = None
 
     @classmethod
     def of(cls, program: HasSpec, name: str, length: int | None = None) -> Data:
@@ -77,11 +85,15 @@ class Data:
     @property
     def path(self) -> Path:
         """Return the file that DATA names. Raises LnrewriteError LN022 where there is none, or of no known form."""
+        return self.file(_SUFFIXES)
+
+    def file(self, suffixes: Sequence[str]) -> Path:
+        """Return the file that DATA names. Raises LnrewriteError LN022 where there is none, or of none of the forms."""
         path = named_path(self.name)
         if not os.path.isfile(path):
             raise self.bad("no such file", "check the path, or name pkg.module:iterable")
-        if path.suffix not in _SUFFIXES:
-            known = ", ".join(_SUFFIXES)
+        if path.suffix not in suffixes:
+            known = ", ".join(suffixes)
             raise self.bad(f"{path.suffix or 'no suffix'} is not a known form of data", f"give one of {known}")
         return path
 
@@ -178,12 +190,12 @@ class Data:
         if content is Content.TYPE:
             return torch.zeros_like(rows)
         if content is Content.POSITION:
-            return torch.arange(rows.shape[1]).expand_as(rows)
+            return _positions(rows, self.end)
         if name.endswith(("ids", "tokens")):
             return rows
         raise self.bad(f"text gives no values for the input {name}", "give all inputs, as .npz or .pt")
 
-    def _tokenized(self, text: str, folder: Tokenizer | str, length: int) -> Tensor:
+    def _tokenized(self, text: str, folder: Loads | str, length: int) -> Tensor:
         """Tokenize a text into full windows [count, length], each with the special tokens that the tokenizer adds."""
         try:
             tokenize = (Tokenizer(folder) if isinstance(folder, str) else folder).load()
@@ -199,6 +211,16 @@ class Data:
         windows = found if found and isinstance(found[0], list) else [found]
         full = [window for window in windows if len(window) == length]
         return torch.tensor(full, dtype=torch.int64).reshape(-1, length)
+
+
+def _positions(rows: Tensor, end: int | None) -> Tensor:
+    """Return positions that count up in each row of ids [rows, length], from 0 again behind every `end`."""
+    places = torch.arange(rows.shape[1]).expand_as(rows)
+    if end is None:
+        return places
+    starts = torch.zeros_like(places)
+    starts[:, 1:] = torch.where(rows[:, :-1] == end, places[:, 1:], 0)
+    return places - starts.cummax(1).values
 
 
 END = object()

@@ -66,12 +66,14 @@ class Objective:
     """Compare a student with targets and teacher.
 
     `ids` names the tokens whose successors a causal model predicts, or is empty; `masks` the inputs that say which
-    tokens count; `centred` whether states are compared without their mean, as layer norms see them.
+    tokens count; `centred` whether states are compared without their mean, as layer norms see them. `end`: the id
+    whose successor is no target, for it is of another document; None where there is none.
     """
 
     ids: str
     masks: tuple[str, ...]
     centred: bool
+    end: int | None = None
 
     @classmethod
     def of(cls, program: Program, example: Tensors) -> Self:
@@ -134,7 +136,7 @@ class Objective:
         targets = batch[self.ids][:, 1:].long()
         for name in self.masks:
             targets = targets.masked_fill(batch[name][:, 1:] == 0, IGNORED)
-        return targets
+        return targets if self.end is None else targets.masked_fill(batch[self.ids][:, :-1] == self.end, IGNORED)
 
     def count(self, batch: Tensors) -> int:
         """Return how many targets, or tokens that count, a batch holds."""

@@ -29,11 +29,12 @@ from .config import TRAINED, HealingConfig
 from .distributed import World
 from .folding import fold, unfoldable
 from .losses import Measured, Mix, Objective, losses_of
+from .opening import Reading, held_out_of, open_source, tokenizer_named
 from .pairing import Pair, give_back
 from .rehearsal import Rehearsed
 from .report import HealingReport, picture
-from .snapshots import Snapshots
-from .sources import BatchSource, held_out_of, inputs_of, open_source
+from .snapshots import Snapshots, check_run
+from .sources import BatchSource, inputs_of
 from .tapers import Tapering
 from .training import Participant, Phase
 from .view import View
@@ -216,9 +217,12 @@ def heal(
     output: str | Path | None = None,
     held_out: str | None = None,
     length: int | None = None,
+    tokenizer: object = None,
+    field: str = "text",
     kwargs: Mapping[str, object] | None = None,
     run: str | Path | None = None,
     resume: bool = False,
+    restart: bool = False,
     force: bool = True,
     device: str = "cpu",
     **choices: Any,
@@ -226,9 +230,11 @@ def heal(
     """Train a converted model back to its teacher's quality, and say how near it came to a control.
 
     teacher, student: programs, or living modules with example inputs in `kwargs`; a living student is trained in place,
-    any other stays as it was. data: text, token arrays [count], arrays of rows [count, ...], `pkg.module:iterable`, or
-    an iterable of batches: dicts of the model's inputs, and `labels` [batch, ...] where there are targets. A part of it
-    is held out, or `held_out` names other data. length: tokens of a window cut from a text. config, or its fields as
+    any other stays as it was. data: documents (.txt, .jsonl, .parquet, or an iterable of strings or of mappings with
+    `field`), tokens (.bin, .npy [count]), arrays of rows [count, ...], `pkg.module:iterable`, or an iterable of
+    batches: dicts of the model's inputs, and `labels` [batch, ...] where there are targets. A part of it is held out,
+    or `held_out` names other data. length: tokens of a window cut from a text. tokenizer: its folder, or one of
+    transformers; None takes that of the teacher's folder. config, or its fields as
     keywords: steps=1000, progressive=True, lr=1e-4, as `HealingConfig` explains them.
 
     output: where to write the result (.pt2 or .onnx); `force`: over what stands there. run: the folder of checkpoints,
@@ -240,20 +246,24 @@ def heal(
     degrees: 2507.02559, 2602.10408; weight decay: 2605.26895.
     """
     plan = replace(config or HealingConfig(), **choices)
+    if run:
+        check_run(Path(run), resume, restart)
     world = World.join(device, plan.micro_batch)
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
         first, second = (seen(model, kwargs, world, stack) for model in (teacher, student))
         (pair := Pair(first, second)).check()
-        source = open_source(data, first, plan.micro_batch, length, plan.seed)
-        kept = held_out_of(held_out, first, length, plan.seed) if held_out else source.held_out
+        steps = max(plan.steps, plan.local_steps) * plan.accumulate
+        reading = Reading(plan.micro_batch, length, plan.seed, tokenizer_named(tokenizer), field, steps)
+        source = open_source(data, first, reading)
+        kept = held_out_of(held_out, first, reading) if held_out else source.held_out
         measured = [world.here(batch) for batch in kept]
         asked = {**asdict(plan), "length": length, "held_out": held_out, "processes": world.size}
-        asked |= {"data": data if isinstance(data, str) else "given", "student": _digest(second)}
+        asked |= {"data": data if isinstance(data, str) else "given", "student": _digest(second), "field": field}
         folder = run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
-        objective = Objective.of(first, measured[0])
+        objective = replace(Objective.of(first, measured[0]), end=source.end)
         mix = mix_of(plan, objective.has_task(measured[0]))
-        snapshots = Snapshots(Path(folder), world, asked, resume)
+        snapshots = Snapshots(Path(folder), world, asked, resume, restart)
         stack.callback(snapshots.leave)
         healed, report = Healing(pair, source, measured, plan, world, snapshots, objective, mix).run()
         module: nn.Module = healed.module()

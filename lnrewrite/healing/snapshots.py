@@ -9,9 +9,10 @@ import re
 import shutil
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import OptimizerStateType, ValueType, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
@@ -34,20 +35,14 @@ class Snapshots:
     it names.
     """
 
-    def __init__(self, folder: Path, world: World, asked: Json, resume: bool) -> None:
-        """Open the folder of a run that was asked for these things.
+    def __init__(self, folder: Path, world: World, asked: Json, resume: bool, restart: bool = False) -> None:
+        """Open the folder of a run that was asked for these things; `restart` drops what another run left there.
 
         Raises LnrewriteError LN605 where it holds another run, or one that was not to be resumed.
         """
         self.folder, self.world = folder, world
         text = json.dumps(asked, indent=1, sort_keys=True, default=str)
-        was = self._asked()
-        if was is None and resume:
-            why, remedy = "it holds no run to resume", "run without --resume, or name the folder of the run with --run"
-            raise LnrewriteError(Code.LN605, str(folder), why, remedy)
-        if was is not None and not resume:
-            why, remedy = "it holds a run that did not finish", "continue with --resume, or remove the folder"
-            raise LnrewriteError(Code.LN605, str(folder), why, remedy)
+        was = check_run(folder, resume, restart)
         if was is not None and was != json.loads(text):
             other = sorted(k for k in asked if json.loads(text).get(k) != was.get(k))
             why = f"the run there has other options ({', '.join(other)})"
@@ -58,25 +53,12 @@ class Snapshots:
         if world.first and was is None:
             self._clear()
             (folder / "log.jsonl").unlink(missing_ok=True)
-            write_text_whole(folder / "run.json", text, force=False)
+            write_text_whole(folder / "run.json", text, force=restart)
         world.wait()
-
-    def _asked(self) -> Json | None:
-        """Return what the run in the folder was asked, None where there is none. Raises LnrewriteError LN605."""
-        held = self.folder / "run.json"
-        if not os.path.lexists(held):
-            return None
-        try:
-            found = json.loads(held.read_text())
-            if not isinstance(found, dict):
-                raise ValueError("it does not hold an object")
-        except (OSError, ValueError, RecursionError) as error:
-            raise _no_run(held, error) from error
-        return found
 
     def save(self, phase: str, step: int, view: nn.Module, optimizer: Optimizer) -> None:
         """Keep weights and optimizer of a phase at a step. Raises LnrewriteError LN025 where there is no room."""
-        model, state = get_state_dict(view, optimizer)
+        model, state = _states(view, optimizer)
         place = self.folder / f"{phase}-{step:06d}"
         temporary = self.folder / f".{place.name}"
         try:
@@ -107,7 +89,7 @@ class Snapshots:
         if not found:
             return 0
         step, place = found[-1]
-        model, state = get_state_dict(view, optimizer)
+        model, state = _states(view, optimizer)
         held = {"model": model, "optimizer": state}
         try:
             reader = Reader(place)
@@ -183,6 +165,46 @@ class Snapshots:
         except OSError:  # a file system without locks
             pass
         return lock
+
+
+def check_run(folder: Path, resume: bool, restart: bool = False) -> Json | None:
+    """Return what the run in a folder was asked, None where there is none, or where it is to be dropped (`restart`).
+
+    Raises LnrewriteError LN605 where there is none to resume, one that did not finish, or a file that no run writes.
+    """
+    held = folder / "run.json"
+    found = None
+    try:
+        if os.path.lexists(held):
+            found = json.loads(held.read_text())
+            if not isinstance(found, dict):
+                raise ValueError("it does not hold an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_run(held, error) from error
+    if found is None and resume:
+        why, remedy = "it holds no run to resume", "run without --resume, or name the folder of the run with --run"
+        raise LnrewriteError(Code.LN605, str(folder), why, remedy)
+    if found is None or (restart and not resume):
+        return None
+    if not resume:
+        remedy = "continue with --resume, or drop it with --force (restart=True)"
+        raise LnrewriteError(Code.LN605, str(folder), "it holds a run that did not finish", remedy)
+    return found
+
+
+def _states(view: nn.Module, optimizer: Optimizer) -> tuple[dict[str, ValueType], OptimizerStateType]:
+    """Return what a checkpoint holds: weights and AdamW's state, zeros for what has had no gradient yet.
+
+    AdamW makes the state of a parameter with its first gradient; what a phase never gives one (the final norm, where
+    each block learns alone) would be missing from a checkpoint, and torch would look for it there.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p not in optimizer.state:
+                at = p.device if group.get("fused") else "cpu"
+                optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=at)}
+                optimizer.state[p] |= {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+    return get_state_dict(view, optimizer)
 
 
 def _no_run(path: Path, error: Exception) -> LnrewriteError:

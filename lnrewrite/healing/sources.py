@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from ..backends.inputs import Tensors, as_tensor, check_ids
+from ..backends.inputs import Tensors
 from ..data.batches import Data
-from ..data.files import read_tensors
-from ..errors import Code, LnrewriteError
-from ..models.program import Program
 
 LABELS = "labels"
 """The key of targets in a batch, where the model takes no input of that name: [batch, ...], -100 for none."""
@@ -48,9 +45,13 @@ def chunks(rows: Tensors, size: int) -> list[Tensors]:
 
 
 class BatchSource(ABC):
-    """Give batches of `rows` rows by number, the same ones for the same seed, and rows that are never trained on."""
+    """Give batches of `rows` rows by number, the same ones for the same seed, and rows that are never trained on.
+
+    `end` is the id behind which a document starts that sees none before it, None where windows are one text.
+    """
 
     held_out: list[Tensors]
+    end: int | None = None
 
     @abstractmethod
     def batch(self, index: int) -> Tensors:
@@ -67,7 +68,7 @@ class Windows(BatchSource):
             raise data.bad(why, "give a longer text, or shorter windows (--length)")
         kept = max(length, min(int(len(tokens) * HELD_OUT), ROWS * length)) // length * length
         self.tokens, self.rest = tokens[:-kept], tokens[-kept:]
-        self.data, self.rows, self.length, self.seed = data, rows, length, seed
+        self.data, self.rows, self.length, self.seed, self.end = data, rows, length, seed, data.end
         ends = torch.as_tensor(self.rest).long().reshape(-1, length)
         self.held_out = chunks(data.of_ids(ends), wide)
 
@@ -78,9 +79,14 @@ class Windows(BatchSource):
 
 
 class ArraySource(BatchSource):
-    """Give rows of arrays [count, ...], reshuffled every time that all were seen."""
+    """Give rows of arrays [count, ...], reshuffled every time that all were seen.
 
-    def __init__(self, arrays: Tensors, data: Data, rows: int, wide: int, seed: int) -> None:
+    Arrays may lie on the disk: of a batch alone `fit` makes what the model takes.
+    """
+
+    def __init__(
+        self, arrays: Tensors, data: Data, rows: int, wide: int, seed: int, fit: Callable[[Tensors], Tensors] = dict
+    ) -> None:
         counts = {n: len(t) for n, t in arrays.items()}
         count = min(counts.values())
         if len(set(counts.values())) > 1:
@@ -91,7 +97,8 @@ class ArraySource(BatchSource):
             why = f"it holds {count} samples, {kept} are held out and a batch needs {rows}"
             raise data.bad(why, "give more samples, or smaller batches (--batch-size)")
         self.arrays, self.rows, self.seed, self.count = arrays, rows, seed, count - kept
-        self.held_out = chunks({n: t[self.count :] for n, t in arrays.items()}, wide)
+        self.held_out = chunks(fit({n: t[self.count :] for n, t in arrays.items()}), wide)
+        self.fit = fit
         self.order = -1, torch.empty(0)
 
     def batch(self, index: int) -> Tensors:
@@ -100,7 +107,7 @@ class ArraySource(BatchSource):
             draw = torch.Generator().manual_seed(number(self.seed, epoch))
             self.order = epoch, torch.randperm(self.count, generator=draw)
         chosen = self.order[1][place * self.rows : (place + 1) * self.rows]
-        return {n: t[chosen] for n, t in self.arrays.items()}
+        return self.fit({n: t[chosen] for n, t in self.arrays.items()})
 
 
 class IterableSource(BatchSource):
@@ -133,58 +140,3 @@ class IterableSource(BatchSource):
         found = next(islice(self._endless, index - self.next, None))
         self.next = index + 1
         return found
-
-
-def open_source(given: object, program: Program, rows: int, length: int | None, seed: int) -> BatchSource:
-    """Read DATA for training: text, token arrays, arrays of rows, `pkg.module:iterable`, or an iterable of batches.
-
-    Raises LnrewriteError LN022 where the data do not fit the model: inputs, shapes, vocabulary, too short a text.
-    """
-    spec = program.spec
-    data = Data.of(program, given if isinstance(given, str) else "data", length)
-    wide = max(rows, WIDE) if all(0 in each.free for each in spec) else rows
-
-    def fitted(batch: object) -> Tensors:
-        held = dict(batch) if isinstance(batch, Mapping) else batch
-        extra = {}
-        if isinstance(held, dict) and LABELS in held and LABELS not in spec.names:
-            extra = {LABELS: as_tensor(held.pop(LABELS), data.name)}
-        return data.fitted(held) | extra
-
-    if not isinstance(given, str):
-        return IterableSource(_walk(given, fitted), data)
-    if data.importable:
-        return IterableSource(lambda: map(fitted, data.imported()), data)
-    path = data.path
-    if path.suffix == ".txt":
-        if data.byte_level:
-            tokens = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-            return Windows(tokens, data, rows, wide, seed)
-        return ArraySource(fitted(data.text_rows(path)), data, rows, wide, seed)
-    held = read_tensors(path, Code.LN022)
-    if isinstance(held, dict) and len(held) == 1:
-        held = next(iter(held.values()))
-    if isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point() and len(spec.rows) == 1:
-        for name, limit in spec.rows.items():
-            check_ids(name, limit, held, data.name)
-        return Windows(held, data, rows, wide, seed)
-    return ArraySource(fitted(held), data, rows, wide, seed)
-
-
-def held_out_of(name: str, program: Program, length: int | None, seed: int) -> list[Tensors]:
-    """Read other DATA to measure on: at most 1024 rows of a file, or the first batches of an iterable."""
-    data = Data.of(program, name, length)
-    if data.importable:
-        return open_source(name, program, 8, length, seed).held_out
-    return data.batches(seed, 1024 // 8)
-
-
-def _walk(data: object, fitted: Callable[[object], Tensors]) -> Callable[[], Iterator[Tensors]]:
-    """Return what walks a user's batches from the start."""
-    if isinstance(data, Mapping) or not (callable(data) or isinstance(data, Iterable)):
-        raise LnrewriteError(
-            Code.LN022, "data", f"a {type(data).__name__} is not an iterable of batches", "give a list of dicts"
-        )
-    if isinstance(data, Iterator):
-        data = list(data)
-    return lambda: map(fitted, data() if callable(data) else data)

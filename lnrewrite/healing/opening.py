@@ -1,0 +1,197 @@
+"""Open DATA for a training: documents, tokens and arrays that stay on the disk, or batches as somebody makes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..backends.inputs import Tensors, as_tensor, check_numbers
+from ..comparison.verifying import logits
+from ..data.batches import Data
+from ..data.corpus import Corpus, Ready, Run
+from ..data.documents import SUFFIXES, Piece, is_document, pieces_in, pieces_of
+from ..data.files import read_tensors
+from ..errors import Code, LnrewriteError
+from ..ir.inputs import Content
+from ..loading.transformers import Tokenizer, tokenizer_in
+from ..models.program import Program
+from .sources import LABELS, ROWS, WIDE, ArraySource, BatchSource, IterableSource, Windows, chunks
+
+FORMS = (".txt", ".jsonl", ".parquet", ".npy", ".bin", ".npz", ".pt", ".safetensors")
+"""How the names of files end that a training reads."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Say how DATA are read.
+
+    rows: of a batch. length: tokens of a window cut from a text, None the model's. tokenizer: in place of the model's
+    own. field: what holds the text of a document, in .jsonl, .parquet and mappings. steps: how many batches are asked
+    for; of documents at most twice their tokens are read.
+    """
+
+    rows: int
+    length: int | None
+    seed: int
+    tokenizer: Tokenizer | Ready | None = None
+    field: str = "text"
+    steps: int = 0
+
+    def corpus(self, program: Program, name: str) -> Corpus:
+        """Return DATA as a program's tokens."""
+        data = Data.of(program, name, self.length)
+        if self.tokenizer:
+            data = replace(data, tokenizer=self.tokenizer, byte_level=False)
+        return Corpus(data, (2 * self.steps * self.rows + ROWS) * data.window)
+
+
+def tokenizer_named(given: object) -> Tokenizer | Ready | None:
+    """Return a tokenizer by its folder, or one of transformers as it is. Raises LnrewriteError LN022."""
+    if given is None:
+        return None
+    if not isinstance(given, str | os.PathLike):
+        if callable(given):
+            return Ready(given)
+        why, remedy = f"a {type(given).__name__} is no tokenizer", "give one of transformers, or its folder"
+        raise LnrewriteError(Code.LN022, "tokenizer", why, remedy)
+    found = tokenizer_in(folder, False) if (folder := Path(given)).is_dir() else None
+    if found is None:
+        why = "it holds no tokenizer" if folder.is_dir() else "no such folder"
+        remedy = "name the folder that a tokenizer of transformers was saved to"
+        raise LnrewriteError(Code.LN022, f"tokenizer {str(given)!r}", why, remedy)
+    return found
+
+
+def open_source(given: object, program: Program, how: Reading) -> BatchSource:
+    """Open DATA: documents, tokens, arrays of rows, `pkg.module:iterable`, or an iterable of batches or documents.
+
+    Documents are packed into windows; where the model can be made not to see from one into another, it does not
+    (`apart`). Raises LnrewriteError LN022 where the data do not fit the model: inputs, shapes, vocabulary, too short.
+    """
+    corpus = how.corpus(program, given if isinstance(given, str) else "data")
+    data, spec = corpus.data, program.spec
+    wide = max(how.rows, WIDE) if all(0 in each.free for each in spec) else how.rows
+
+    def fitted(batch: object) -> Tensors:
+        held = dict(batch) if isinstance(batch, Mapping) else batch
+        extra = {}
+        if isinstance(held, dict) and LABELS in held and LABELS not in spec.names:
+            extra = {LABELS: as_tensor(held.pop(LABELS), data.name)}
+        return data.fitted(held) | extra
+
+    if not isinstance(given, str) or data.importable:
+        items = _again(given) if not isinstance(given, str) else data.imported
+        first, walk = _peeked(items)
+        if not is_document(first, how.field):
+            kept = list(walk()) if isinstance(given, Iterator) else None
+            return IterableSource(lambda: map(fitted, walk() if kept is None else kept), data)
+        found: Run | Tensor | Tensors | list[Tensor] = _documents(corpus, pieces_in(walk(), how.field, data.bad))
+    else:
+        found = _read(corpus, how.field)
+    if isinstance(found, Run):
+        data = replace(data, end=found.end if apart(program, data, found.end) else None)
+        return Windows(found.tokens, data, how.rows, wide, how.seed)
+    if isinstance(found, Tensor) and len(spec.inputs) == 1:  # it may lie on the disk, and stays there
+        name = spec.names[0]
+        check_numbers(spec, {name: found}, f"data {data.name!r}")
+        return ArraySource({name: found}, data, how.rows, wide, how.seed, data.fitted)
+    return ArraySource(fitted(found), data, how.rows, wide, how.seed)
+
+
+def held_out_of(name: str, program: Program, how: Reading) -> list[Tensors]:
+    """Read other DATA to measure on: at most 1024 rows of a file, 256 windows of documents, eight batches of others."""
+    corpus = how.corpus(program, name)
+    data = corpus.data
+    if data.importable:
+        return open_source(name, program, replace(how, rows=8)).held_out
+    if data.file(FORMS).suffix in (".npz", ".npy", ".pt", ".safetensors") or data.byte_level:
+        return data.batches(how.seed, 1024 // 8)
+    found = _read(replace(corpus, need=ROWS * data.window), how.field)
+    if not isinstance(found, Run):
+        assert isinstance(found, dict)
+        return chunks({n: t[:ROWS] for n, t in found.items()}, WIDE)
+    data = replace(data, end=found.end if apart(program, data, found.end) else None)
+    count = min(len(found.tokens) // data.window, ROWS)
+    if not count:
+        raise data.bad(f"it is shorter than one window of {data.window} tokens", "give a longer text")
+    rows = found.tokens[: count * data.window].long().reshape(count, -1)
+    return chunks(data.of_ids(rows), WIDE)
+
+
+def _read(corpus: Corpus, field: str) -> Run | Tensor | Tensors | list[Tensor]:
+    """Return what a file holds: one run of tokens, or arrays of rows."""
+    data = corpus.data
+    path = data.file(FORMS)
+    if path.suffix == ".bin" or (path.suffix == ".txt" and data.byte_level):
+        return corpus.mapped(path)
+    if path.suffix in SUFFIXES:
+        return _documents(corpus, pieces_of(path, field, data.bad))
+    held = read_tensors(path, Code.LN022)
+    if isinstance(held, dict) and len(held) == 1:
+        held = next(iter(held.values()))
+    if isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point() and len(data.spec.rows) == 1:
+        return corpus.taken(held)
+    return held
+
+
+def _documents(corpus: Corpus, pieces: Iterator[Piece]) -> Run | Tensors:
+    return corpus.rows_of(pieces) if corpus.encoder else corpus.encoded(pieces)
+
+
+def apart(program: Program, data: Data, end: int | None) -> bool:
+    """Return whether documents of one window do not see each other where positions start again behind `end`.
+
+    That is tried: other tokens before an `end` must leave every logit behind it as it is. transformers' decoders are
+    built so where they are called with position_ids and without an attention_mask.
+    """
+    content = [each.content for each in data.spec]
+    if end is None or content.count(Content.POSITION) != 1 or content.count(Content.IDS) != 1 or len(content) != 2:
+        return False
+    ids = next(each for each in data.spec if each.content is Content.IDS)
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randint(ids.rows, (ids.shape[0], data.window), generator=draw)
+    half = data.window // 2
+    rows[rows == end] = (end + 1) % ids.rows
+    rows[:, half - 1] = end
+    other = rows.clone()
+    other[:, : half - 1] = (other[:, : half - 1] + 1) % ids.rows
+    try:
+        with torch.no_grad():
+            runs = [logits(_run(program, replace(data, end=end).of_ids(each))) for each in (rows, other)]
+    except (RuntimeError, IndexError, ValueError, AssertionError):  # it takes no other positions
+        return False
+    one, two = runs
+    if one is None or two is None:
+        return False
+    same = torch.allclose(one[:, half:], two[:, half:], rtol=1e-4, atol=1e-5 * float(one.abs().max()))
+    return same and not torch.equal(one[:, : half - 1], two[:, : half - 1])
+
+
+def _run(program: Program, batch: Tensors) -> object:
+    module = program.module()
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return module(**{name: tensor.to(device) for name, tensor in batch.items()})
+
+
+def _again(data: object) -> Callable[[], Iterator[object]]:
+    """Return what walks a user's items from the start."""
+    if isinstance(data, Mapping) or not (callable(data) or isinstance(data, Iterable)):
+        why = f"a {type(data).__name__} is not an iterable of batches"
+        raise LnrewriteError(Code.LN022, "data", why, "give a list of dicts, of texts, or the name of a file")
+    return lambda: iter(data() if callable(data) else data)
+
+
+def _peeked(items: Callable[[], Iterator[object]]) -> tuple[object, Callable[[], Iterator[object]]]:
+    """Return the first of some items, None without any, and what walks them all; an iterator is walked once."""
+    walk = items()
+    first = next(walk, None)
+    if items() is not walk:
+        return first, items
+    rest = [] if first is None else chain([first], walk)
+    return first, lambda: iter(rest)

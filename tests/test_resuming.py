@@ -1,0 +1,101 @@
+"""Healing runs that are killed in any phase: what is resumed ends with the same weights, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lnrewrite as lnr
+import zoo
+from lnrewrite import demo
+from lnrewrite.healing.session import Healed
+from lnrewrite.healing.snapshots import Snapshots
+from lnrewrite.models.program import Program
+from tiers import rows
+
+STEPS = {"local": 4, "global": 5, "control": 5}
+HOW: dict[str, Any] = {"batch_size": 2, "length": 16, "steps": STEPS["global"], "save_steps": 2, "warmup": 0}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Program, Program]:
+    """Return two layers of demo:tinygpt and what calibration makes of them as none."""
+    data = demo.calibration(batches=2)
+    teacher = lnr.capture(zoo.short_gpt(), kwargs=data[0])
+    return teacher, lnr.Pipeline.parse("place{to=none}").run(teacher, data).program
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "t.txt"
+    path.write_bytes(demo.training_text()[:8_000])
+    return str(path)
+
+
+class Killed(BaseException):
+    """Represent the end of a process: nothing below catches it."""
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, phase: str, step: int) -> None:
+    """Make runs end when they have taken a step, before anything is kept of it."""
+    log = Snapshots.log
+
+    def end(self: Snapshots, row: Any) -> None:
+        if (row["phase"], row["step"]) == (phase, step):
+            raise Killed
+        log(self, row)
+
+    monkeypatch.setattr(Snapshots, "log", end)
+
+
+def same(one: Healed, two: Healed) -> bool:
+    pairs = zip(one.program.module().parameters(), two.program.module().parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs) and one.report.losses == two.report.losses
+
+
+KINDS = {
+    "local": {"local_steps": STEPS["local"]},
+    "drop_final": {"drop_final": True},
+    "progressive": {"progressive": True, "stages": ("mlp", "attention")},
+    "hidden": {"losses": "hidden=1", "local_steps": STEPS["local"]},  # the head gets no gradient at all
+    "norms": {"train": "norms", "local_steps": STEPS["local"], "accumulate": 2},
+}
+AT = [(kind, phase, step) for kind in KINDS for phase in STEPS for step in (1, 3, STEPS[phase])]
+SAMPLE = [("local", "local", 3), ("hidden", "global", 1), ("local", "control", 3), ("progressive", "global", 3)]
+
+
+@pytest.mark.parametrize(("kind", "phase", "step"), rows(AT, sample=SAMPLE))
+def test_a_run_goes_on_in_every_phase(
+    kind: str, phase: str, step: int, pair: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = HOW | KINDS[kind]
+    if phase == "local" and not how.get("local_steps"):
+        pytest.skip("it has no such phase")
+    whole = lnr.heal(*pair, text, **how)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        killed_at(patched, phase, step)
+        lnr.heal(*pair, text, **how, run=tmp_path / "run")
+    assert same(whole, lnr.heal(*pair, text, **how, run=tmp_path / "run", resume=True))
+
+
+def test_a_run_that_was_left_is_told_before_a_model_is_looked_at(
+    pair: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        killed_at(patched, "global", 3)
+        lnr.heal(*pair, text, **HOW, control=False, run=run)
+
+    class Untouchable(nn.Module):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"the model was looked at: {name}")
+
+    with pytest.raises(lnr.LnrewriteError, match=r"LN605.*did not finish.*--force"):
+        lnr.heal(Untouchable.__new__(Untouchable), pair[1], text, **HOW, run=run)
+    assert [p.name for p in run.glob("global-*")] == ["global-000002"]
+    again = lnr.heal(*pair, text, **HOW | {"steps": 2}, control=False, run=run, restart=True)  # other options, too
+    assert again.report.tokens == 2 * 2 * 16 and not list(run.glob("global-*"))
