@@ -207,10 +207,10 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "list.jsonl": (b"[1, 2]\n", "line 1 holds a list"),
     "none.jsonl": (b'{"text": "w1"}\n{"body": "w1"}\n', "line 2 holds body"),
     "number.jsonl": (b'{"text": 3}\n', "line 1 holds text and no text"),
-    "broken.jsonl": (b'{"text": "w1"}\n{"text": \n', "line 2 is no JSON"),
-    "deep.jsonl": (b"[" * 100_000 + b"\n", "line 1 is no JSON"),
+    "broken.jsonl": (b'{"text": "w1"}\n{"text": \n', "line 2 is not JSON"),
+    "deep.jsonl": (b"[" * 100_000 + b"\n", "line 1 is not JSON"),
     "latin.txt": (b"\xff\xfe\x00", "UTF-8"),
-    "latin.jsonl": (b'{"text": "\xff"}\n', "line 1 is no JSON"),
+    "latin.jsonl": (b'{"text": "\xff"}\n', "line 1 is not JSON"),
     "none.parquet": (b"PAR1 nothing", "parquet"),
     "short.txt": (b"w1 w2 w3", "5 tokens"),
     "any.csv": (b"w1,w2", "not a known form"),
@@ -236,7 +236,7 @@ def test_columns_and_tokenizers_that_are_not_there_are_told(files: Path, llama: 
     wrong: list[tuple[Any, str]] = [
         (files / "nowhere", "no such folder"),
         (files, "holds no tokenizer"),
-        (3, "a int is no tokenizer"),
+        (3, "a int is not a tokenizer"),
     ]
     for given, words in wrong:
         with pytest.raises(lnr.LnrewriteError, match=f"LN022 .*{words}"):
@@ -246,5 +246,5 @@ def test_columns_and_tokenizers_that_are_not_there_are_told(files: Path, llama: 
     for name, field, words in (("d.parquet", "body", "columns text, content, n"), ("d.parquet", "n", "is a int")):
         with pytest.raises(lnr.LnrewriteError, match=f"LN022 .*{words}"):
             open_source(str(files / name), llama, reading(field=field))
-    with pytest.raises(lnr.LnrewriteError, match="LN022 .*item 1 is no text"):
+    with pytest.raises(lnr.LnrewriteError, match="LN022 .*item 1 is not a text"):
         open_source(["w1", 2], llama, reading())

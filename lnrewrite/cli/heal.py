@@ -15,7 +15,6 @@ from ..loading.source import Format, OpenOptions
 from ..quiet import LOGGER
 from .options import ACCEPT, FORCE, Screen, options, target_of, tell_name
 
-
 DATA = ".txt .jsonl .parquet .npy .bin .npz .pt .safetensors or pkg.module:iterable."
 
 

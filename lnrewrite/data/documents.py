@@ -46,7 +46,7 @@ def pieces_in(items: Iterable[object], field: str, bad: Bad) -> Iterator[Piece]:
     """Yield the documents of an iterable: strings, or mappings that hold one under `field`. Raises what `bad` makes."""
     for number, item in enumerate(items):
         if not is_document(item, field):
-            raise bad(f"item {number} is no text, and the first was one", f"give strings, or {field!r} in each")
+            raise bad(f"item {number} is not a text, and the first is one", f"give strings, or {field!r} in each")
         yield item if isinstance(item, str) else item[field], True
 
 
@@ -65,7 +65,7 @@ def _lines(path: Path, field: str, bad: Bad) -> Iterator[Piece]:
             try:
                 held = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise bad(f"line {number} is no JSON: {told(error)}", "write one JSON object a line") from error
+                raise bad(f"line {number} is not JSON: {told(error)}", "write one JSON object a line") from error
             text = held.get(field) if isinstance(held, dict) else None
             if not isinstance(text, str):
                 has = listed(map(str, held)) if isinstance(held, dict) else f"a {type(held).__name__}"

@@ -58,7 +58,7 @@ def tokenizer_named(given: object) -> Tokenizer | Ready | None:
     if not isinstance(given, str | os.PathLike):
         if callable(given):
             return Ready(given)
-        why, remedy = f"a {type(given).__name__} is no tokenizer", "give one of transformers, or its folder"
+        why, remedy = f"a {type(given).__name__} is not a tokenizer", "give one of transformers, or its folder"
         raise LnrewriteError(Code.LN022, "tokenizer", why, remedy)
     found = tokenizer_in(folder, False) if (folder := Path(given)).is_dir() else None
     if found is None:
