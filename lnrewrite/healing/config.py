@@ -14,8 +14,8 @@ TRAINED = {
 }
 """What `train` may be, in words."""
 
-LEAST = {"steps": 1, "local_steps": 0, "batch_size": 1, "accumulate": 1, "save_steps": 1, "warmup": 0}
-MOST = 10**9
+LEAST = {"tokens": 1, "steps": 1, "local_steps": 0, "batch_size": 1, "accumulate": 1, "save_steps": 1, "warmup": 0}
+MOST = 10**12
 """The least and the most that each count may be."""
 
 
@@ -23,9 +23,11 @@ MOST = 10**9
 class HealingConfig:
     """Hold every choice of a healing run but for its models and data.
 
-    steps: optimizer steps of the global phase, and of the control. local_steps: before it, train each block alone, from
-    the teacher's normalised state behind it, and only what the conversion changed. losses: the terms of `Mix` with
-    their weights; None is task=0.5,kl=0.5,hidden=1,spread=0.1 where there are targets, else kl=1,hidden=1,spread=0.1.
+    tokens: what the student learns from in all, local phase and trials of rates included; None is 6,400 rows.
+    steps: optimizer steps of the global phase, and of the control; None is what the tokens make.
+    local_steps: before it, train each block alone, from the teacher's normalised state behind it, and only what the
+    conversion changed. losses: the terms of `Mix` with their weights; None is task=0.5,kl=0.5,hidden=1,spread=0.1 where
+    there are targets, else kl=1,hidden=1,spread=0.1.
     train: all, norms, or touched (what the conversion changed).
 
     progressive: start at the teacher exactly and move norms by degrees within `ramp` of the steps (`Tapering`); the
@@ -33,18 +35,20 @@ class HealingConfig:
     what makes an attention's values), that move one after the other. drop_final: take the final norm away by degrees
     too; it anchors the logits, so it stays by default. control: train the teacher on the same tokens.
 
-    batch_size: rows of a step over all processes, in `accumulate` micro-batches. rehearse: this share of all rows
-    holds random tokens, and there the student only copies the teacher, so that what the data lack does not drift
-    (`Rehearsed`); a model that reads no tokens has none. lr: the peak learning rate of AdamW, after `warmup` steps,
-    then a cosine down to a fiftieth; a matrix that the conversion scaled learns at its rate times that scale, in
-    proportion to its size as before. gain_lr: the student's gains and biases learn so many times faster (moved norms
-    have to find new sizes: on demo:tinygpt 50 to 100 times healed best). control_lr: the control's rate; None is lr.
+    batch_size: rows of a step over all processes, in `accumulate` micro-batches; None is a few. rehearse: this share of
+    all rows holds random tokens, and there the student only copies the teacher, so that what the data lack does not
+    drift (`Rehearsed`); a model that reads no tokens has none. lr: the peak learning rate of AdamW, after `warmup`
+    steps, then a cosine down to a fiftieth; a matrix that the conversion scaled learns at its rate times that scale, in
+    proportion to its size as before; None tries several (`RateTest`). gain_lr: the student's gains and biases learn so
+    many times faster (moved norms have to find new sizes); None makes their rate `GAIN_RATE`. control_lr: the rate of
+    the control; None tries several.
     weight_decay: of matrices; gains and biases never decay (it harms output-norm gains: arXiv 2605.26895).
     max_grad_norm: longer gradients are scaled down to it. bf16: run under autocast. gradient_checkpointing: keep no
     activations inside a block. save_steps: steps between checkpoints. seed: of the data's order and of what is random.
     """
 
-    steps: int = 400
+    tokens: int | None = None
+    steps: int | None = None
     local_steps: int = 0
     losses: str | None = None
     train: str = "all"
@@ -53,11 +57,11 @@ class HealingConfig:
     ramp: float = 0.6
     drop_final: bool = False
     control: bool = True
-    batch_size: int = 16
+    batch_size: int | None = None
     accumulate: int = 1
     rehearse: float = 0.0625
-    lr: float = 3e-4
-    gain_lr: float = 10.0
+    lr: float | None = None
+    gain_lr: float | None = None
     control_lr: float | None = None
     warmup: int = 20
     weight_decay: float = 0.1
@@ -71,9 +75,12 @@ class HealingConfig:
         if self.train not in TRAINED:
             _wrong("train", self.train, did_you_mean(self.train, TRAINED))
         for name, least in LEAST.items():
-            if not least <= getattr(self, name) <= MOST:
-                _wrong(name, getattr(self, name), f"give {least} to {MOST}")
-        if self.batch_size % self.accumulate:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= MOST:
+                _wrong(name, value, f"give {least} to {MOST}")
+        if self.tokens and self.steps and self.batch_size:
+            _wrong("tokens", self.tokens, "omit tokens, steps or batch_size: two of them make the third")
+        if self.batch_size and self.batch_size % self.accumulate:
             _wrong("batch_size", self.batch_size, f"give a multiple of accumulate, {self.accumulate}")
         if not 0 < self.ramp <= 1:
             _wrong("ramp", self.ramp, "give a share of the steps, above 0 and up to 1")
@@ -89,11 +96,6 @@ class HealingConfig:
                 _wrong(name, value, "give a positive number")
         if not 0 <= self.weight_decay < math.inf:
             _wrong("weight_decay", self.weight_decay, "give a number that is not negative")
-
-    @property
-    def micro_batch(self) -> int:
-        """Return how many rows a micro-batch has, over all processes."""
-        return self.batch_size // self.accumulate
 
     def share(self, step: int, steps: int) -> float:
         """Return the share of the learning rate at a step of `steps`, counted from 0."""

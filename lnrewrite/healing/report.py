@@ -21,7 +21,8 @@ class HealingReport:
     `losses` maps teacher, converted, healed and control to mean, median and p999 of the held-out losses, in nats where
     there is a task, else relative squared errors of the outputs. `gap` is healed minus control (minus teacher where
     there is no control), of the means; `gap_to_teacher` healed minus teacher; each with its standard error over the
-    held-out windows, None where there is only one.
+    held-out windows, None where there is only one. `rates` holds the learning rates of student and control (`Rates`).
+    `tokens` is what the student learned from, trials included.
     """
 
     placement_before: str
@@ -31,6 +32,7 @@ class HealingReport:
     losses: Mapping[str, Mapping[str, float]]
     trained: Json
     recipe: Json
+    rates: Mapping[str, Json]
     tokens: int
     seconds: float
     drift: Drift
@@ -59,6 +61,7 @@ class HealingReport:
             "gap_to_teacher_standard_error": self.gap_to_teacher_standard_error,
             "trained": dict(self.trained),
             "recipe": dict(self.recipe),
+            "rates": {name: dict(row) for name, row in self.rates.items()},
             "tokens": self.tokens,
             "seconds": round(self.seconds, 2),
             "drift": self.drift.to_dict(),
@@ -78,6 +81,10 @@ class HealingReport:
             f"trained    {t['parameters']:,} of {t['of']:,} parameters ({t['which']})",
             f"            on {self.tokens:,} tokens, {self.seconds:.0f} s in all",
             *(
+                f"{label:10} {_spelled(row)}"
+                for label, row in zip(("rates", "  control"), self.rates.values(), strict=False)
+            ),
+            *(
                 f"{name:10} {_with_error(gap, error)} {self.unit}, healed against {other}"
                 for name, gap, error, other in gaps
             ),
@@ -90,6 +97,11 @@ class HealingReport:
         if self.run:
             lines += ["", f"log and picture: {self.run}"]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _spelled(rates: Json) -> str:
+    chosen = f"from {rates['trials']} trials on {rates['tokens']:,} tokens of it" if rates["trials"] else "not tried"
+    return f"{rates['lr']:.1e}, gains {rates['lr'] * rates['gain_lr']:.1e}: {chosen}"
 
 
 def _with_error(gap: float, error: float | None) -> str:

@@ -85,7 +85,7 @@ class Phase:
         optimizer = self.optimizer()
         step = start = snapshots.load(self.name, view, optimizer)
         clock = _Clock(self.steps - start)
-        with _until_stopped() as stopped:
+        with until_stopped() as stopped:
             while step < self.steps:
                 self.taper(step)
                 row = self.step(step, optimizer, source, world)
@@ -141,7 +141,7 @@ class Phase:
             targets = self.objective.count(batch) / world.size
             batch = world.share(batch)
             terms = self.terms(batch, targets)
-            total = torch.stack([getattr(self.mix, name) * value for name, value in terms.items()]).sum()
+            total = self.total(terms)
             seen = world.mean(torch.stack([total, *terms.values()]).detach())
             if not torch.isfinite(seen[0]):
                 self.fail(step, batch, "the loss")
@@ -166,6 +166,10 @@ class Phase:
                     seen = self.teacher.run(batch)
             mine = self.student.run(batch)
         return self.objective.terms(self.mix, batch, mine, seen, targets)
+
+    def total(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum of the terms as the mix weighs them."""
+        return torch.stack([getattr(self.mix, name) * value for name, value in terms.items()]).sum()
 
     def fail(self, step: int, batch: Tensors, what: str) -> None:
         """Raise LN604 with the first block whose state is not finite, or the first parameter whose gradient is not."""
@@ -216,7 +220,7 @@ def _spell(tokens_per_second: float, seconds_left: float) -> str:
 
 
 @contextmanager
-def _until_stopped() -> Iterator[Callable[[], bool]]:
+def until_stopped() -> Iterator[Callable[[], bool]]:
     """Make Ctrl-C end a step before it ends the run; a second one ends the run at once."""
     flag = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -1,0 +1,221 @@
+"""Choose learning rates by short trials, each a whole schedule in small, on rows that neither train nor report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from ..backends.inputs import Tensors
+from ..errors import Code, LnrewriteError
+from ..pipeline.results import Json
+from ..quiet import LOGGER
+from .distributed import World
+from .losses import Mix, Objective
+from .snapshots import Snapshots
+from .sources import BatchSource, number
+from .training import Participant, Phase, Stopped, until_stopped
+from .view import View, ViewOutput
+
+GAIN_RATE = 0.012
+"""The learning rate of gains and biases: moved norms have to find new sizes, and a gain is about one."""
+
+SHARE = 0.03
+"""The usual rate, as a share of the random step of every weight that harms as much as the conversion did."""
+
+LEAST = 0.002
+"""The harm that a model is taken to have suffered at least, in nats: what new data ask for; all of a control's."""
+
+NUDGE = 0.003
+"""The random step that is measured: small enough that harm grows with its square, large enough to be seen."""
+
+LOOKS = 4
+"""Batches on which harm is measured."""
+
+FACTOR = 2.0
+"""The ratio of two rates that are tried beside each other."""
+
+MOST = 4
+"""At most so many trials choose a rate."""
+
+
+def lowest(loss_at: Callable[[float], float], start: float) -> float:
+    """Return the positive number near `start` where a loss is lowest, by a parabola over its logarithm.
+
+    It walks from `start` by `FACTOR` in the direction in which the loss falls, until it rises, and looks `MOST` times
+    at most. A loss may be infinite.
+    """
+    found = {0: loss_at(start), -1: loss_at(start / FACTOR)}
+    way, edge = (1, 0) if found[0] < found[-1] else (-1, -1)
+    while len(found) < MOST and found[edge] <= min(found.values()):
+        edge += way
+        found[edge] = loss_at(start * FACTOR**edge)
+    best = min(found, key=lambda k: found[k])
+    below, here, above = (found.get(best + step, math.inf) for step in (-1, 0, 1))
+    bend = below - 2 * here + above
+    shift = 0.5 * (below - above) / bend if math.isfinite(bend) and bend > 0 else 0.0
+    return start * FACTOR ** (best + shift)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Hold the rates of a phase, and how many trials on how many tokens chose them: none where they are the usual."""
+
+    lr: float
+    gain_lr: float
+    trials: int = 0
+    tokens: int = 0
+
+    def on(self, phase: Phase) -> Phase:
+        """Return a phase with these rates."""
+        return replace(phase, lr=self.lr, gain_lr=self.gain_lr)
+
+    def to_dict(self) -> Json:
+        """Return them as the JSON of a report has them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Harm:
+    """Measure in nats how far outputs are from others: the divergence of the logits or, without any, of the outputs."""
+
+    objective: Objective
+    source: BatchSource
+    world: World
+
+    def between(self, teacher: Participant, student: Participant) -> float:
+        """Return how far a student is from its teacher."""
+        return self._mean(lambda batch, _: (teacher.run(batch), student.run(batch)))
+
+    def nudged(self, one: Participant, seed: int) -> float:
+        """Return how far a network is from itself with every weight of its matrices `NUDGE` up or down."""
+
+        def both(batch: Tensors, index: int) -> tuple[ViewOutput, ViewOutput]:
+            before = one.run(batch)
+            with nudged(one.view, number(seed, -2, index, self.world.rank)):
+                return before, one.run(batch)
+
+        return self._mean(both)
+
+    def _mean(self, outputs: Callable[[Tensors, int], tuple[ViewOutput, ViewOutput]]) -> float:
+        total = torch.zeros((), device=self.world.device)
+        with torch.no_grad():
+            for index in range(LOOKS):
+                batch = self.world.share(self.source.batch(index))
+                theirs, mine = outputs(batch, index)
+                total += self.objective.divergence(mine.outputs, theirs.outputs, batch)
+        return float(self.world.mean(total)) / LOOKS
+
+
+@contextmanager
+def nudged(view: View, seed: int) -> Iterator[None]:
+    """Move every weight of a view's matrices by `NUDGE`, of a random sign, and back; of a sharded one here its part."""
+    torch.manual_seed(seed)
+    here = [getattr(p, "to_local", lambda p=p: p)().detach() for p in view.parameters() if p.dim() >= 2]
+    was = [tensor.clone() for tensor in here]
+    try:
+        for tensor in here:
+            tensor.add_(torch.empty_like(tensor).bernoulli_(0.5).mul_(2).sub_(1), alpha=NUDGE)
+        yield
+    finally:
+        for tensor, value in zip(here, was, strict=True):
+            tensor.copy_(value)
+
+
+def usual(gap: float, stiffness: float) -> float:
+    """Return the rate that a network usually learns best at, which is in proportion to how far it has to go.
+
+    gap: how far the student is from its teacher (`Harm.between`). stiffness: how far the teacher is from itself nudged.
+    Harm grows with the square of a random step, so the conversion harmed as a step of NUDGE sqrt(gap / stiffness) does.
+    """
+    return SHARE * NUDGE * math.sqrt((gap + LEAST) / max(stiffness, 1e-9))
+
+
+@dataclass
+class RateTest:
+    """Try rates for a phase in `steps` steps each, from its start and with its first batches.
+
+    What is measured is the loss of the task on `held`, or without targets the mix itself. A trial that ended is in the
+    run's log, and a run that goes on does not repeat it.
+    """
+
+    source: BatchSource
+    held: Sequence[Tensors]
+    steps: int
+    snapshots: Snapshots
+    world: World
+
+    def choose(self, phase: Phase, follow: bool) -> Rates:
+        """Return rates for a phase whose rate is the one to start from; gains `follow` it, or keep their own rate.
+
+        Raises Stopped on Ctrl-C.
+        """
+        rows = list[Json]()
+
+        def at(lr: float) -> Phase:
+            gain_lr = phase.gain_lr if follow else phase.gain_lr * phase.lr / lr
+            return replace(phase, name=f"{phase.name} rates", steps=self.steps, lr=lr, gain_lr=gain_lr)
+
+        def loss_at(lr: float) -> float:
+            each = at(lr)
+            rows.append(self.earlier(each.name, len(rows) + 1) or self.trial(each, len(rows) + 1))
+            return math.inf if rows[-1]["held_out"] is None else float(rows[-1]["held_out"])
+
+        found = at(lowest(loss_at, phase.lr))
+        if self.world.first:
+            LOGGER.info(f"{phase.name}: learning rate {found.lr:.2e}, from {len(rows)} trials of {self.steps} steps")
+        return Rates(found.lr, found.gain_lr, len(rows), sum(row["tokens"] for row in rows))
+
+    def earlier(self, name: str, number: int) -> Json | None:
+        """Return what a run that was stopped logged of a trial, counted from 1."""
+        return next((r for r in self.snapshots.before if r["phase"] == name and r["step"] == number), None)
+
+    def trial(self, phase: Phase, number: int) -> Json:
+        """Train for one trial, put the weights back, and return what is logged of it."""
+        if self.world.first:
+            LOGGER.info(f"{phase.name}: trying {phase.lr:.2e}")
+        optimizer, tokens, loss = phase.optimizer(), 0, None
+        try:
+            with kept(phase), until_stopped() as stopped:
+                for step in range(phase.steps):
+                    phase.taper(step)
+                    tokens += int(phase.step(step, optimizer, self.source, self.world)["tokens"])
+                    if self.world.any(stopped()):
+                        raise Stopped(phase.name, number)
+                phase.taper(phase.steps)
+                loss = self.loss(phase)
+        except LnrewriteError as error:
+            if error.code is not Code.LN604:
+                raise
+        row = {"phase": phase.name, "step": number, "lr": phase.lr, "gain_lr": phase.gain_lr}
+        row |= {"held_out": loss, "tokens": tokens}
+        self.snapshots.log(row)
+        return row
+
+    def loss(self, phase: Phase) -> float:
+        """Return the mean loss of a phase's student on the held rows."""
+        counts = [phase.objective.count(batch) for batch in self.held]
+        if phase.objective.has_task(self.held[0]):
+            phase = replace(phase, mix=Mix(task=1.0))
+        total = torch.zeros((), device=self.world.device)
+        with torch.no_grad():
+            for batch, count in zip(self.held, counts, strict=True):
+                total += phase.total(phase.terms(self.world.here(batch), count)) * count
+        return float(self.world.mean(total)) / max(1, sum(counts))
+
+
+@contextmanager
+def kept(phase: Phase) -> Iterator[None]:
+    """Put what a phase trains back to what it was."""
+    view = phase.student.view
+    was = [(p, p.detach().clone()) for n, p in view.named_parameters() if view.origin(n) in phase.trained]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in was:
+                parameter.grad = None
+                parameter.copy_(value)

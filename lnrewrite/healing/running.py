@@ -1,0 +1,226 @@
+"""Run a healing from its checks to its figures: phases in their order, and a control beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from ..algebra.placement import switches, usual_norm
+from ..backends.inputs import Tensors
+from ..comparison.verifying import drift
+from ..errors import Code, LnrewriteError
+from ..files.landing import write_text_whole
+from ..ir import Where
+from ..models.program import Program
+from ..pipeline.results import Json
+from ..quiet import LOGGER
+from .budget import Budget
+from .config import TRAINED, HealingConfig
+from .distributed import World
+from .folding import fold, unfoldable
+from .losses import Measured, Mix, Objective, losses_of
+from .pairing import Pair
+from .rates import GAIN_RATE, Harm, Rates, RateTest, usual
+from .rehearsal import Rehearsed
+from .report import HealingReport, picture
+from .snapshots import Snapshots
+from .sources import BatchSource, inputs_of
+from .tapers import Tapering
+from .training import Participant, Phase
+from .view import View
+
+
+@dataclass
+class Healing:
+    """Hold one healing from its checks to its figures; `heal` says what the fields mean."""
+
+    pair: Pair
+    source: BatchSource
+    held: Sequence[Tensors]
+    measured: Sequence[Tensors]
+    budget: Budget
+    config: HealingConfig
+    world: World
+    snapshots: Snapshots
+    objective: Objective
+    mix: Mix
+
+    @cached_property
+    def tapering(self) -> Tapering | None:
+        """Return the plan of what moves: all norms, from the teacher, or the student's final norm alone."""
+        if not (self.config.progressive or self.config.drop_final):
+            return None
+        wanted = {b.name: frozenset(switches(b)) for b in self.pair.student.network.blocks}
+        batches = [inputs_of(self.world.here(self.source.batch(i))) for i in range(8)]
+        start = self.pair.teacher if self.config.progressive else self.pair.student
+        style = usual_norm(
+            x.norm for s in self.pair.student.network.streams for _, x in s.sites() if x.where != Where.INNER
+        )
+        found = Tapering(start, wanted, batches, style, self.config.stages, self.config.drop_final)
+        if self.config.drop_final and (held := [w for s in found.program.network.streams for w in unfoldable(s)]):
+            why = f"the final norm cannot be folded away: {', '.join(held)}"
+            raise LnrewriteError(Code.LN602, "final norm", why, "keep the final norm (run without --drop-final)")
+        return found
+
+    def run(self) -> tuple[Program, HealingReport]:
+        """Train what was asked for, and measure it."""
+        started, mix = time.perf_counter(), self.mix
+        losses = {"teacher": self.measure(self.pair.teacher)}
+        if self.pair.teacher is not self.pair.student:
+            losses["converted"] = self.measure(self.pair.student)
+        tapering = self.tapering
+        working = tapering.program if tapering else self.pair.student.apply([], "heal")[0]
+        names = self.pair.trained(working, self.config.train)
+        of = sum(p.numel() for p in working.module().parameters())
+        count = sum(p.numel() for n, p in working.module().named_parameters() if n in names)
+        sizes = self.pair.grown(working)
+        shared = self.pair.share_untrained(working, names)
+        watched = self.pair.teacher.apply([], "heal")[0] if self.world.size > 1 else self.pair.teacher
+        teacher = self.side(watched)
+        student = self.side(working, tapering)
+        phase = self.phase("global", student, teacher, mix, names, sizes)
+        spent = self.config.local_steps * self.budget.step
+        if self.config.local_steps:
+            student.view.detached = True
+            touched = self.pair.trained(working, "touched") & names
+            self.train(
+                replace(phase, name="local", mix=Mix(hidden=1.0), trained=touched, tapers=()), self.config.local_steps
+            )
+            student.view.detached = False
+        rates = {"student": self.chosen(phase)}
+        steps = self.budget.steps(spent + rates["student"].tokens)
+        self.train(rates["student"].on(phase), steps)
+        self.world.gather(student.view, working.module())
+        for parameter in shared:
+            parameter.data = parameter.data.clone()
+        healed = fold(tapering, working) if tapering else working
+        for parameter in healed.module().parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        losses["healed"] = self.measure(healed)
+        if self.controlled:
+            control, rates["control"] = self.control(steps)
+            losses["control"] = self.measure(control)
+        seconds = time.perf_counter() - started
+        trained = {"which": TRAINED[self.config.train], "tensors": len(names), "parameters": count, "of": of}
+        return healed, self.outcome(healed, losses, trained, steps, rates, seconds)
+
+    @property
+    def controlled(self) -> bool:
+        return self.config.control and self.objective.has_task(self.measured[0])
+
+    def control(self, steps: int) -> tuple[Program, Rates]:
+        """Return the teacher, trained as long on the same tokens on the task alone, and the rates for it."""
+        control = self.pair.teacher.apply([], "heal")[0]
+        side = self.side(control)
+        phase = self.phase("control", side, None, Mix(task=1.0), self.pair.trained(control, self.config.train), {})
+        rates = self.chosen(phase)
+        self.train(rates.on(phase), steps)
+        self.world.gather(side.view, control.module())
+        return control, rates
+
+    def side(self, program: Program, tapering: Tapering | None = None) -> Participant:
+        """Return a program with its view, on this process's device and sharded where there are several."""
+        view = View(program, tapering.tapers if tapering else ())
+        self.world.shard(view, program.module())
+        return Participant(program, view)
+
+    def phase(
+        self,
+        name: str,
+        student: Participant,
+        teacher: Participant | None,
+        mix: Mix,
+        trained: frozenset[str],
+        sizes: Mapping[str, float],
+    ) -> Phase:
+        """Return a phase that has no steps yet, at the rates that were asked for or are usual."""
+        config = self.config
+        lr = config.lr if teacher else config.control_lr
+        lr = lr or self.usual_rate(student, teacher)
+        gain_lr = config.gain_lr or GAIN_RATE / lr if teacher else 1.0
+        tapers = self.tapering.tapers if self.tapering and name == "global" else ()
+        return Phase(name, 0, student, teacher, self.objective, mix, config, trained, sizes, lr, gain_lr, tapers=tapers)
+
+    def usual_rate(self, student: Participant, teacher: Participant | None) -> float:
+        """Return the rate that is usual for a student or, without a teacher, for a control."""
+        harm = Harm(self.objective, self.source, self.world)
+        stiffness = harm.nudged(teacher or student, self.config.seed)
+        return usual(harm.between(teacher, student) if teacher else 0.0, stiffness)
+
+    def chosen(self, phase: Phase) -> Rates:
+        """Return the rates for a phase: its own where they were asked for, or tokens are too few for trials."""
+        asked = self.config.lr if phase.teacher else self.config.control_lr
+        if asked or not self.budget.trial:
+            return Rates(phase.lr, phase.gain_lr)
+        follow = not phase.teacher or self.config.gain_lr is not None
+        source = self.rehearsed(phase)
+        return RateTest(source, self.held, self.budget.trial, self.snapshots, self.world).choose(phase, follow)
+
+    def train(self, phase: Phase, steps: int) -> None:
+        """Run a phase for so many steps."""
+        replace(phase, steps=steps).run(self.rehearsed(phase), self.snapshots, self.world)
+
+    def rehearsed(self, phase: Phase) -> BatchSource:
+        """Return the data, with random tokens among them where a teacher says what they give."""
+        limits, mix = self.pair.teacher.id_limits(), phase.mix
+        if not (self.config.rehearse and limits and phase.teacher and (mix.kl or mix.hidden)):
+            return self.source
+        return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.config.seed)
+
+    def measure(self, program: Program) -> Measured:
+        if self.world.first:
+            LOGGER.info("measuring the held-out loss")
+        return losses_of(program.module(), self.objective, self.measured, self.pair.teacher.module())
+
+    def outcome(
+        self,
+        healed: Program,
+        losses: Mapping[str, Measured],
+        trained: Json,
+        steps: int,
+        rates: Mapping[str, Rates],
+        seconds: float,
+    ) -> HealingReport:
+        task = self.objective.has_task(self.measured[0])
+        rows = [inputs_of(batch) for batch in self.measured]
+        log = self.snapshots.rows()
+        notes = self.pair.notes
+        if not task:
+            notes.append("the data hold no targets, so no control is trained: the losses are distances to the teacher")
+        elif not self.config.control:
+            notes.append("no control was trained; the gap is against the teacher as it was")
+        if "control" in losses and losses["control"].mean > losses["teacher"].mean:
+            notes.append("the control ended worse than the teacher as it was, which the healed model is to be held to")
+        self.draw([row for row in log if "loss" in row])
+        resolved: Json = {"tokens": self.budget.tokens, "steps": steps, "batch_size": self.budget.rows}
+        resolved |= {"lr": rates["student"].lr, "gain_lr": rates["student"].gain_lr}
+        if "control" in rates:
+            resolved |= {"control_lr": rates["control"].lr}
+        gap, error = losses["healed"].minus(losses.get("control", losses["teacher"]))
+        to_teacher, its_error = losses["healed"].minus(losses["teacher"])
+        return HealingReport(
+            placement_before=self.pair.teacher.network.placement,
+            placement_after=healed.network.placement,
+            unit="nats" if task else "relative squared error",
+            targets=sum(self.objective.count(b) for b in self.measured),
+            losses={name: found.figures() for name, found in losses.items()},
+            trained=trained,
+            recipe={**asdict(self.config), "losses": asdict(self.mix), **resolved},
+            rates={name: each.to_dict() for name, each in rates.items()},
+            tokens=sum(row["tokens"] for row in log if not row["phase"].startswith("control")),
+            seconds=seconds,
+            drift=drift(self.pair.teacher.module(), healed.module(), rows, True),
+            gap=gap,
+            gap_standard_error=error,
+            gap_to_teacher=to_teacher,
+            gap_to_teacher_standard_error=its_error,
+            notes=tuple(notes),
+        )
+
+    def draw(self, log: Sequence[Json]) -> None:
+        """Write the picture of the losses beside the log."""
+        if self.world.first:
+            page = picture(log, "lnrewrite heal: loss of the training batches")
+            write_text_whole(self.snapshots.folder / "loss.html", page)
