@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,15 @@ import torch
 import lnrewrite as lnr
 import zoo
 from lnrewrite import demo
+from lnrewrite.healing import budget
+from lnrewrite.healing.budget import divided
+from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.losses import Measured, Objective, losses_of
+from lnrewrite.healing.rates import FACTOR, NUDGE, SHARE, lowest, nudged, usual
+from lnrewrite.healing.snapshots import Snapshots
+from lnrewrite.healing.view import View
 from lnrewrite.models.program import Program
+from tiers import rows
 
 SMALL = {"batch_size": 4, "length": 32, "steps": 4}
 
@@ -24,6 +33,13 @@ def pair() -> tuple[Program, Program]:
     data = demo.calibration(batches=4)
     teacher = lnr.capture(zoo.short_gpt(), kwargs=data[0])
     return teacher, lnr.Pipeline.parse("place{to=peri}").run(teacher, data).program
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "t.txt"
+    path.write_bytes(demo.training_text()[:40_000])
+    return str(path)
 
 
 # ---- gaps and their errors ----
@@ -63,9 +79,8 @@ def test_targets_are_counted_to_their_windows(pair: Any) -> None:
     assert np.allclose(found.values[-8:], alone.values, atol=1e-5)
 
 
-def test_the_report_tells_both_gaps_with_their_errors(pair: Any, tmp_path: Any) -> None:
-    (tmp_path / "t.txt").write_bytes(demo.training_text(20_000))
-    report = lnr.heal(*pair, str(tmp_path / "t.txt"), **SMALL).report
+def test_the_report_tells_both_gaps_with_their_errors(pair: Any, text: str) -> None:
+    report = lnr.heal(*pair, text, **SMALL).report
     told = report.to_dict()
     losses = {name: row["mean"] for name, row in told["losses"].items()}
     assert told["gap"] == losses["healed"] - losses["control"]
@@ -74,3 +89,146 @@ def test_the_report_tells_both_gaps_with_their_errors(pair: Any, tmp_path: Any) 
     text = str(report)
     assert f"{told['gap']:+.4f} ± {told['gap_standard_error']:.4f}" in text and "the teacher as it was" in text
     assert json.dumps(told, allow_nan=False)
+
+
+# ---- rates ----
+
+
+CURVES = {
+    "inside": (lambda x: (x - 0.3) ** 2, 0.3),
+    "above": (lambda x: (x - 1.2) ** 2, 1.2),
+    "below": (lambda x: (x + 1.2) ** 2, -1.2),
+    "diverges": (lambda x: math.inf if x > -0.9 else (x + 1.8) ** 2, -1.8),
+    "endless": (lambda x: -x, 2.0),  # as far as it looks
+    "nowhere": (lambda x: math.inf, -0.0),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_lowest_of_few_trials_is_found(name: str) -> None:
+    curve, best = CURVES[name]
+    looked: list[float] = []
+
+    def loss_at(rate: float) -> float:
+        looked.append(rate)
+        return curve(math.log(rate / 1e-3) / math.log(FACTOR))
+
+    found = math.log(lowest(loss_at, 1e-3) / 1e-3) / math.log(FACTOR)
+    assert len(looked) == len(set(looked)) <= 4
+    assert found == pytest.approx(best, abs=1e-6)
+
+
+def test_a_nudge_moves_every_matrix_and_is_taken_back(pair: Any) -> None:
+    view = View(pair[0].apply([], "test")[0])
+    before = {n: p.detach().clone() for n, p in view.named_parameters()}
+    with nudged(view, 3):
+        for name, p in view.named_parameters():
+            moved = (p.detach() - before[name]).abs()
+            assert torch.allclose(moved, torch.full_like(p, NUDGE if p.dim() >= 2 else 0.0), atol=1e-6), name
+    assert all(torch.equal(p, before[n]) for n, p in view.named_parameters())
+
+
+def test_the_usual_rate_grows_with_the_gap_and_falls_with_the_stiffness() -> None:
+    assert usual(0.1, 0.02) > 2 * usual(0.02, 0.02) > 2 * usual(0.0, 0.02) > 0
+    assert usual(0.1, 0.02) == pytest.approx(2 * usual(0.1, 0.08))
+    # twice the harm that a nudge does is done by a step that is the root of two times as large
+    assert usual(2.0 - 0.002, 1.0) == pytest.approx(SHARE * NUDGE * math.sqrt(2))
+
+
+@pytest.fixture
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run of few steps have trials."""
+    monkeypatch.setattr(budget, "SHORTEST", 2)
+
+
+TRIED: dict[str, Any] = {"tokens": 50 * 4 * 32, "length": 32, "save_steps": 3}
+
+
+def test_the_budget_holds_the_trials_and_the_report_tells_them(
+    pair: Any, text: str, tmp_path: Path, short_trials: None
+) -> None:
+    before = [p.detach().clone() for program in pair for p in program.module().parameters()]
+    report = lnr.heal(*pair, text, **TRIED, run=tmp_path / "run").report
+    student, control = report.rates["student"], report.rates["control"]
+    assert student["trials"] in (3, 4) and student["tokens"] == student["trials"] * 2 * 4 * 32
+    assert report.recipe["steps"] == 50 - 2 * student["trials"] and report.tokens == TRIED["tokens"]
+    assert (report.recipe["lr"], report.recipe["control_lr"]) == (student["lr"], control["lr"])
+    assert control["gain_lr"] == 1
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert len([row for row in logged if row["phase"] == "global"]) == report.recipe["steps"]
+    assert len([row for row in logged if row["phase"] == "control"]) == report.recipe["steps"]
+    kept = [row for row in logged if row["phase"] == "global rates"]
+    assert [row["step"] for row in kept] == [*range(1, student["trials"] + 1), 0]
+    assert f"from {student['trials']} trials" in str(report)
+    assert "rates" not in (tmp_path / "run" / "loss.html").read_text()
+    after = [p for program in pair for p in program.module().parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_trials_leave_the_run_as_if_the_rate_had_been_given(pair: Any, text: str, short_trials: None) -> None:
+    found = lnr.heal(*pair, text, **TRIED, control=False)
+    given = {key: found.report.recipe[key] for key in ("steps", "lr", "gain_lr")}
+    again = lnr.heal(*pair, text, **TRIED | given | {"tokens": None}, control=False)
+    assert again.report.rates["student"]["trials"] == 0
+    ours, theirs = (dict(each.program.module().named_parameters()) for each in (found, again))
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+AT = [(f"{phase} rates", step) for phase in ("global", "control") for step in (1, 2, 3, 0)] + [("global", 4)]
+
+
+@pytest.mark.parametrize(("phase", "step"), rows(AT, sample=[("global rates", 2), ("control rates", 0)]))
+def test_a_run_that_is_killed_in_its_trials_goes_on(
+    phase: str, step: int, pair: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_trials: None
+) -> None:
+    whole = lnr.heal(*pair, text, **TRIED)
+    log, seen = Snapshots.log, list[tuple[str, int]]()
+
+    def end(self: Snapshots, row: Any) -> None:
+        if (row["phase"], row["step"]) == (phase, step):
+            raise KeyboardInterrupt
+        log(self, row)
+
+    def noted(self: Snapshots, row: Any) -> None:
+        seen.append((row["phase"], row["step"]))
+        log(self, row)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Snapshots, "log", end)
+        lnr.heal(*pair, text, **TRIED, run=tmp_path / "run")
+    monkeypatch.setattr(Snapshots, "log", noted)
+    again = lnr.heal(*pair, text, **TRIED, run=tmp_path / "run", resume=True)
+    assert again.report.losses == whole.report.losses and again.report.rates == whole.report.rates
+    assert again.report.tokens == whole.report.tokens
+    first = [name for name, _ in seen if name == phase]
+    assert len(seen) == len(set(seen)) and (phase.endswith("rates") is (seen[0] == (phase, step))), first
+
+
+# ---- budgets ----
+
+
+def test_two_of_tokens_steps_and_rows_make_the_third(pair: Any, text: str) -> None:
+    rows = {"tokens": 8 * 4 * 32, "steps": 8}, {"tokens": 8 * 4 * 32, "batch_size": 4}, {"steps": 8, "batch_size": 4}
+    for how in rows:
+        report = lnr.heal(*pair, text, **how, length=32, control=False).report
+        assert (report.recipe["steps"], report.recipe["batch_size"], report.tokens) == (8, 4, 8 * 4 * 32)
+    with pytest.raises(lnr.UsageError, match="LN003 tokens"):
+        HealingConfig(tokens=100, steps=1, batch_size=2)
+
+
+@pytest.mark.parametrize("sizes", [[32] * 8, [8] * 8, [40], [7], [5, 5], [100, 3], [1] * 40])
+@pytest.mark.parametrize("free", [True, False])
+def test_rows_to_choose_rates_on_are_a_quarter_and_never_reported(sizes: list[int], free: bool) -> None:
+    every = torch.arange(sum(sizes))
+    batches = [{"x": part} for part in every.split(sizes)]
+    chosen, rest = divided(batches, free)
+    assert torch.equal(torch.cat([b["x"] for b in [*chosen, *rest]]), every)
+    count = sum(len(b["x"]) for b in chosen)
+    wanted = min(64, sum(sizes) // 4)
+    assert count <= wanted and all(len(b["x"]) for b in [*chosen, *rest])
+    if wanted < 8:
+        assert not chosen
+    elif free:
+        assert count == wanted
+    else:
+        assert {len(b["x"]) for b in [*chosen, *rest]} <= set(sizes)

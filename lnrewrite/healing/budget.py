@@ -20,8 +20,7 @@ TRIAL = 25
 """A trial takes one of so many parts of the budget."""
 
 SHORTEST = 64
-"""Steps of a trial at least, as shorter ones prefer rates that are too low; a run of fewer than `TRIAL` times as many has
-none."""
+"""Steps of a trial at least: shorter ones prefer too low rates. A run of less than `TRIAL` times as many has none."""
 
 CHOOSING = 64
 """Rows at most on which trials are measured, and an eighth of it at least."""

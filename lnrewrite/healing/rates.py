@@ -35,6 +35,9 @@ NUDGE = 0.003
 LOOKS = 4
 """Batches on which harm is measured."""
 
+SETTLING = 64
+"""Steps in which what the rate stirs up settles again; a run of fewer gets as much lower rates."""
+
 FACTOR = 2.0
 """The ratio of two rates that are tried beside each other."""
 
@@ -126,12 +129,18 @@ def nudged(view: View, seed: int) -> Iterator[None]:
 
 
 def usual(gap: float, stiffness: float) -> float:
-    """Return the rate that a network usually learns best at, which is in proportion to how far it has to go.
+    """Return the rate at which a network usually learns best: in proportion to how far it has to go.
 
     gap: how far the student is from its teacher (`Harm.between`). stiffness: how far the teacher is from itself nudged.
     Harm grows with the square of a random step, so the conversion harmed as a step of NUDGE sqrt(gap / stiffness) does.
+    On demo:tinygpt and another model this is within a factor of 1.6 of the best of a grid, for each placement.
     """
     return SHARE * NUDGE * math.sqrt((gap + LEAST) / max(stiffness, 1e-9))
+
+
+def settled(steps: int) -> float:
+    """Return the share of the usual rates that a run of so many steps can take."""
+    return min(1.0, steps / SETTLING)
 
 
 @dataclass
@@ -161,17 +170,14 @@ class RateTest:
 
         def loss_at(lr: float) -> float:
             each = at(lr)
-            rows.append(self.earlier(each.name, len(rows) + 1) or self.trial(each, len(rows) + 1))
+            number = len(rows) + 1
+            rows.append(self.snapshots.before.get((each.name, number)) or self.trial(each, number))
             return math.inf if rows[-1]["held_out"] is None else float(rows[-1]["held_out"])
 
         found = at(lowest(loss_at, phase.lr))
         if self.world.first:
             LOGGER.info(f"{phase.name}: learning rate {found.lr:.2e}, from {len(rows)} trials of {self.steps} steps")
         return Rates(found.lr, found.gain_lr, len(rows), sum(row["tokens"] for row in rows))
-
-    def earlier(self, name: str, number: int) -> Json | None:
-        """Return what a run that was stopped logged of a trial, counted from 1."""
-        return next((r for r in self.snapshots.before if r["phase"] == name and r["step"] == number), None)
 
     def trial(self, phase: Phase, number: int) -> Json:
         """Train for one trial, put the weights back, and return what is logged of it."""

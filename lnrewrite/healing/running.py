@@ -22,7 +22,7 @@ from .distributed import World
 from .folding import fold, unfoldable
 from .losses import Measured, Mix, Objective, losses_of
 from .pairing import Pair
-from .rates import GAIN_RATE, Harm, Rates, RateTest, usual
+from .rates import GAIN_RATE, Harm, Rates, RateTest, settled, usual
 from .rehearsal import Rehearsed
 from .report import HealingReport, picture
 from .snapshots import Snapshots
@@ -138,8 +138,9 @@ class Healing:
         """Return a phase that has no steps yet, at the rates that were asked for or are usual."""
         config = self.config
         lr = config.lr if teacher else config.control_lr
-        lr = lr or self.usual_rate(student, teacher)
-        gain_lr = config.gain_lr or GAIN_RATE / lr if teacher else 1.0
+        share = settled(max(self.budget.steps(0), config.local_steps))
+        lr = lr or share * self.usual_rate(student, teacher)
+        gain_lr = (config.gain_lr or share * GAIN_RATE / lr) if teacher else 1.0
         tapers = self.tapering.tapers if self.tapering and name == "global" else ()
         return Phase(name, 0, student, teacher, self.objective, mix, config, trained, sizes, lr, gain_lr, tapers=tapers)
 
@@ -150,7 +151,16 @@ class Healing:
         return usual(harm.between(teacher, student) if teacher else 0.0, stiffness)
 
     def chosen(self, phase: Phase) -> Rates:
-        """Return the rates for a phase: its own where they were asked for, or tokens are too few for trials."""
+        """Return the rates for a phase, and keep them in the log: a run that goes on has them from there."""
+        name = f"{phase.name} rates"
+        if row := self.snapshots.before.get((name, 0)):
+            return Rates(**row["rates"])
+        found = self.tried(phase)
+        self.snapshots.log({"phase": name, "step": 0, "tokens": 0, "rates": found.to_dict()})
+        return found
+
+    def tried(self, phase: Phase) -> Rates:
+        """Return a phase's own rates where they were asked for, or tokens are too few for trials, else the best."""
         asked = self.config.lr if phase.teacher else self.config.control_lr
         if asked or not self.budget.trial:
             return Rates(phase.lr, phase.gain_lr)

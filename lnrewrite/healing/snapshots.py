@@ -32,7 +32,7 @@ class Snapshots:
     """Write and read the folder of one run: `PHASE-STEP/` checkpoints (torch.distributed.checkpoint), `log.jsonl`.
 
     A checkpoint is written beside its place and renamed; the one before goes only then. Reading one runs nothing that
-    it names. `before` holds what a run that goes on had logged.
+    it names. `before` holds what a run that goes on had logged, by phase and step.
     """
 
     def __init__(self, folder: Path, world: World, asked: Json, resume: bool, restart: bool = False) -> None:
@@ -48,7 +48,7 @@ class Snapshots:
             why = f"the run there has other options ({', '.join(other)})"
             raise LnrewriteError(Code.LN605, str(folder), why, "resume with the same options, or remove the folder")
         held = self.rows()  # a log of something else is told before it is replaced
-        self.before = held if was is not None else []
+        self.before = {(row["phase"], row["step"]): row for row in held if was is not None}
         world.wait()
         self.lock = self._locked() if world.first else None
         if world.first and was is None:
