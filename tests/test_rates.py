@@ -17,7 +17,7 @@ from lnrewrite import demo
 from lnrewrite.healing import budget
 from lnrewrite.healing.budget import divided
 from lnrewrite.healing.config import HealingConfig
-from lnrewrite.healing.losses import Measured, Objective, losses_of
+from lnrewrite.healing.losses import Measured, Mix, Objective, losses_of
 from lnrewrite.healing.rates import FACTOR, NUDGE, SHARE, lowest, nudged, usual
 from lnrewrite.healing.snapshots import Snapshots
 from lnrewrite.healing.view import View
@@ -133,6 +133,23 @@ def test_the_usual_rate_grows_with_the_gap_and_falls_with_the_stiffness() -> Non
     assert usual(0.1, 0.02) == pytest.approx(2 * usual(0.1, 0.08))
     # twice the harm that a nudge does is done by a step that is the root of two times as large
     assert usual(2.0 - 0.002, 1.0) == pytest.approx(SHARE * NUDGE * math.sqrt(2))
+
+
+def test_the_teacher_leads_where_the_way_is_far_and_the_steps_are_few() -> None:
+    far, near, long = Mix.usual(0.3, 500), Mix.usual(0.01, 500), Mix.usual(0.3, 5000)
+    assert far.hidden == 25 and far.kl == 1 and near.hidden < 3 and long.hidden < 6
+    assert far.task == near.task == long.task and Mix.usual(0.0, 10).hidden == 1
+
+
+def test_what_is_asked_for_is_what_is_used(pair: Any, text: str) -> None:
+    """Rates and losses that are given stay; those that are not follow from the gap, also where tapers start at 0."""
+    given = {"losses": "task=1,kl=2", "lr": 3e-4, "gain_lr": 5.0, "control_lr": 1e-5, "rehearse": 0.0}
+    recipe = lnr.heal(*pair, text, **SMALL, **given).report.recipe
+    assert recipe["losses"] == {"task": 1.0, "kl": 2.0, "hidden": 0.0, "spread": 0.0}
+    assert {key: recipe[key] for key in given if key != "losses"} == {k: v for k, v in given.items() if k != "losses"}
+    plain, tapered = (lnr.heal(*pair, text, **SMALL, control=False, progressive=p).report.recipe for p in (False, True))
+    assert plain["losses"]["hidden"] > 5 and plain["lr"] == pytest.approx(tapered["lr"], rel=1e-3)
+    assert plain["losses"]["hidden"] == pytest.approx(tapered["losses"]["hidden"], rel=1e-3)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ DATA = ".txt .jsonl .parquet .npy .bin .npz .pt .safetensors or pkg.module:itera
 @click.option("--tokens", type=int, help="Learn from so many tokens in all; default 6,400 rows of DATA.")
 @click.option("--steps", type=int, help="Optimizer steps of student and control; default what the tokens make.")
 @click.option("--local-steps", default=0, show_default=True, help="First so many steps on each block alone.")
-@click.option("--losses", metavar="NAME=W,...", help="task, kl, hidden, spread; default task=0.5,kl=0.5,hidden=1.")
+@click.option("--losses", metavar="NAME=W,...", help="task, kl, hidden, spread; default by how far STUDENT is.")
 @click.option("--train", default="all", show_default=True, help="all, norms or touched.")
 @click.option("--progressive", is_flag=True, help="Start exactly at the teacher and move the norms gradually.")
 @click.option(

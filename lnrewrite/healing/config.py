@@ -26,8 +26,8 @@ class HealingConfig:
     tokens: what the student learns from in all, local phase and trials of rates included; None is 6,400 rows.
     steps: optimizer steps of the global phase, and of the control; None is what the tokens make.
     local_steps: before it, train each block alone, from the teacher's normalised state behind it, and only what the
-    conversion changed. losses: the terms of `Mix` with their weights; None is task=0.5,kl=0.5,hidden=1,spread=0.1 where
-    there are targets, else kl=1,hidden=1,spread=0.1.
+    conversion changed. losses: the terms of `Mix` with their weights; None is `Mix.usual` where there are targets, else
+    kl=1,hidden=1,spread=0.1.
     train: all, norms, or touched (what the conversion changed).
 
     progressive: start at the teacher exactly and move norms by degrees within `ramp` of the steps (`Tapering`); the

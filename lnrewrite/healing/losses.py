@@ -25,6 +25,12 @@ from .view import ViewOutput
 IGNORED = -100
 """A target that counts for nothing, as in torch and transformers."""
 
+FAR = 0.15
+"""The divergence of a student from its teacher, in nats, from which on the teacher's states lead entirely."""
+
+FEW = 1000
+"""The steps up to which they do."""
+
 
 @dataclass(frozen=True)
 class Mix:
@@ -41,6 +47,16 @@ class Mix:
     kl: float = 0.0
     hidden: float = 0.0
     spread: float = 0.0
+
+    @classmethod
+    def usual(cls, gap: float, steps: int) -> Self:
+        """Return the mix for a student that starts at such a divergence from its teacher in nats.
+
+        The teacher's states lead where the way is far and the steps are few, the task where it is near or they are many
+        (demo:tinygpt and a second model, at one and ten per cent of their tokens).
+        """
+        share = min(1.0, gap / FAR) * min(1.0, FEW / steps)
+        return cls(task=0.5, kl=0.5 + 0.5 * share, hidden=1 + 24 * share, spread=0.1)
 
     @classmethod
     def parse(cls, text: str) -> Self:

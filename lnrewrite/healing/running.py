@@ -46,6 +46,7 @@ class Healing:
     snapshots: Snapshots
     objective: Objective
     mix: Mix
+    gap: float = 0.0
 
     @cached_property
     def tapering(self) -> Tapering | None:
@@ -66,7 +67,7 @@ class Healing:
 
     def run(self) -> tuple[Program, HealingReport]:
         """Train what was asked for, and measure it."""
-        started, mix = time.perf_counter(), self.mix
+        started = time.perf_counter()
         losses = {"teacher": self.measure(self.pair.teacher)}
         if self.pair.teacher is not self.pair.student:
             losses["converted"] = self.measure(self.pair.student)
@@ -80,7 +81,10 @@ class Healing:
         watched = self.pair.teacher.apply([], "heal")[0] if self.world.size > 1 else self.pair.teacher
         teacher = self.side(watched)
         student = self.side(working, tapering)
-        phase = self.phase("global", student, teacher, mix, names, sizes)
+        self.gap = self.gap_to(teacher, student)
+        if not self.config.losses and self.mix.task:
+            self.mix = Mix.usual(self.gap, self.budget.steps(0))
+        phase = self.phase("global", student, teacher, self.mix, names, sizes)
         spent = self.config.local_steps * self.budget.step
         if self.config.local_steps:
             student.view.detached = True
@@ -144,11 +148,15 @@ class Healing:
         tapers = self.tapering.tapers if self.tapering and name == "global" else ()
         return Phase(name, 0, student, teacher, self.objective, mix, config, trained, sizes, lr, gain_lr, tapers=tapers)
 
+    def gap_to(self, teacher: Participant, student: Participant) -> float:
+        """Return how far the converted model is from its teacher, also where tapers let the student start at it."""
+        converted = Participant(self.pair.student, View(self.pair.student)) if self.tapering else student
+        return Harm(self.objective, self.source, self.world).between(teacher, converted)
+
     def usual_rate(self, student: Participant, teacher: Participant | None) -> float:
         """Return the rate that is usual for a student or, without a teacher, for a control."""
-        harm = Harm(self.objective, self.source, self.world)
-        stiffness = harm.nudged(teacher or student, self.config.seed)
-        return usual(harm.between(teacher, student) if teacher else 0.0, stiffness)
+        stiffness = Harm(self.objective, self.source, self.world).nudged(teacher or student, self.config.seed)
+        return usual(self.gap if teacher else 0.0, stiffness)
 
     def chosen(self, phase: Phase) -> Rates:
         """Return the rates for a phase, and keep them in the log: a run that goes on has them from there."""
