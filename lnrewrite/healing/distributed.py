@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..backends.torch.module import CapturedModule, stored
 from ..errors import Code, UsageError
@@ -97,6 +97,12 @@ class World:
         fully_shard(view)
         for parameter in module.parameters():
             parameter.data = parameter.data.new_empty(0)
+
+    def reshard(self, view: View) -> None:
+        """Take a view's parameters apart again: a run without a backward leaves the outermost ones whole."""
+        for module in view.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def gather(self, view: View, module: CapturedModule) -> None:
         """Give a captured module the values that its view was trained to, whole in every process."""

@@ -91,17 +91,22 @@ class Harm:
 
     def between(self, teacher: Participant, student: Participant) -> float:
         """Return how far a student is from its teacher."""
-        return self._mean(lambda batch, _: (teacher.run(batch), student.run(batch)))
+        return self._mean(lambda batch, _: (self._run(teacher, batch), self._run(student, batch)))
 
     def nudged(self, one: Participant, seed: int) -> float:
         """Return how far a network is from itself with every weight of its matrices `NUDGE` up or down."""
 
         def both(batch: Tensors, index: int) -> tuple[ViewOutput, ViewOutput]:
-            before = one.run(batch)
+            before = self._run(one, batch)
             with nudged(one.view, number(seed, -2, index, self.world.rank)):
-                return before, one.run(batch)
+                return before, self._run(one, batch)
 
         return self._mean(both)
+
+    def _run(self, one: Participant, batch: Tensors) -> ViewOutput:
+        found = one.run(batch)
+        self.world.reshard(one.view)
+        return found
 
     def _mean(self, outputs: Callable[[Tensors, int], tuple[ViewOutput, ViewOutput]]) -> float:
         total = torch.zeros((), device=self.world.device)
@@ -210,6 +215,7 @@ class RateTest:
         with torch.no_grad():
             for batch, count in zip(self.held, counts, strict=True):
                 total += phase.total(phase.terms(self.world.here(batch), count)) * count
+        self.world.reshard(phase.student.view)
         return float(self.world.mean(total)) / max(1, sum(counts))
 
 
