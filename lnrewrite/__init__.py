@@ -23,7 +23,8 @@ Rooms, a floor a line; imports go down only, and import-linter holds it (pyproje
     cli/                          click commands; nothing imports it
     api                           the way in: any MODEL loaded, a file or a module converted
     checkpoints/                  a checkpoint folder in, a folder out
-    live/, healing/, runtime/     modules rewritten in place; short trainings; ONNX Runtime as users run it
+    healing/                      short trainings, of programs and of modules in Python
+    live/, runtime/               modules rewritten in place; ONNX Runtime as users run it
     models/                       a model with its picture: captured from torch, or read from ONNX
     export/                       the forms that norms have in ONNX, and what a target runs best
     data/, comparison/            what a model is called with; how far two models are apart, and proofs

@@ -91,21 +91,22 @@ def rewrite_folder(source: Source, job: Job, output: str | os.PathLike[str], *, 
     """
     target = check_folder(output, source.file, force)
     check_room(target, source.file)
-    done = None
+    found = None
     if all(item.exactness < Exactness.CALIBRATED and not item.needs_data for item in job.pipeline.passes):
-        done = _streamed(source, job)
-    if done is None:
+        found = _streamed(source, job)
+    if found is None:
         LOGGER.info(f"loading {source.name}")
-        done = _loaded(source, job)
-    job.check(source.name, done.report)
+        found = _loaded(source, job)
+    report, done = found
+    job.check(source.name, report)
     with whole(target, source.file, force) as folder:
         write_folder(folder, source.file, done, str(job.pipeline))
         LOGGER.info("checking what was written")
         done.check(folder)
-    return replace(done.report, output=str(target))
+    return replace(report, output=str(target))
 
 
-def _streamed(source: Source, job: Job) -> Done | None:
+def _streamed(source: Source, job: Job) -> tuple[Report, Done] | None:
     """Rewrite a model without its weights; None where the folder does not hold them as the network names them."""
     paths = sorted(source.file.glob("*.safetensors"))
     if not paths:
@@ -149,7 +150,7 @@ def _streamed(source: Source, job: Job) -> Done | None:
         if written is None:
             raise _not_as_planned(source, "the written folder lacks weights that the network has")
         if recipe.changes:
-            _check_ties(source, module, again)
+            check_ties(source, module, again)
             now = Store({n: written.files[key] for n, key in written.keys.items()}, dict(again.named_buffers()))
             captured = capture_module(again.to("meta"), (), empty, fixed).module
             given = _drawn(empty, program.id_limits(), job.seed)
@@ -157,7 +158,7 @@ def _streamed(source: Source, job: Job) -> Done | None:
             plan = _run(after.module(), after.read, given)
             _compare(source, plan, _run(captured, lambda name: now.read(names[name]), given))
 
-    return Done(report, module, recipe.changes, weights, read, lambda name: after.store.form(known(name)), check)
+    return report, Done(module, recipe.changes, weights, read, lambda name: after.store.form(known(name)), check)
 
 
 def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
@@ -171,7 +172,7 @@ def _inputs(module: nn.Module, source: Source) -> dict[str, object]:
     return dict((given_inputs(module, source.how) or infer_inputs(module, source.how.seed)).kwargs)
 
 
-def _loaded(source: Source, job: Job) -> Done:
+def _loaded(source: Source, job: Job) -> tuple[Report, Done]:
     """Rewrite a model in memory, in place."""
     opened = open_module(source)
     module = opened.module
@@ -199,7 +200,7 @@ def _loaded(source: Source, job: Job) -> Done:
         """Load what was written and compare."""
         again = open_module(identify(str(folder), source.how)).module
         assert again is not None
-        _check_ties(source, module, again)
+        check_ties(source, module, again)
         with torch.no_grad():
             _compare(source, module(**given), again(**given))
 
@@ -209,7 +210,7 @@ def _loaded(source: Source, job: Job) -> Done:
     def shape(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         return state[name].dtype, tuple(state[name].shape)
 
-    return Done(report, module, changes, weights, lambda name: [state[name]], shape, check)
+    return report, Done(module, changes, weights, lambda name: [state[name]], shape, check)
 
 
 def _compare(source: Source, planned: object, found: object) -> None:
@@ -223,7 +224,7 @@ def _compare(source: Source, planned: object, found: object) -> None:
         raise _not_as_planned(source, why)
 
 
-def _check_ties(source: Source, module: nn.Module, again: nn.Module) -> None:
+def check_ties(source: Source, module: nn.Module, again: nn.Module) -> None:
     """Raise LnrewriteError LN313 where a class ties again what was untied."""
     ours, theirs = parameter_names(module), parameter_names(again)
     if tied := next((n for n, first in theirs.items() if n != first and ours.get(n) == n), None):

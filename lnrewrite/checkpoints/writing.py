@@ -24,7 +24,6 @@ from ..live.saving import recorded
 from ..loading.configs import read_config
 from ..loading.foreign import Foreign, read_file
 from ..loading.identify import damaged
-from ..pipeline.report import Report
 from ..quiet import LOGGER
 from ..recipe.modeling import FILE, KEY, generate
 from .shards import Stored, Writer, stored_in
@@ -87,7 +86,6 @@ def held_by(path: Path) -> dict[str, Stored]:
 class Done:
     """Hold a rewritten model that is to be written: `read` gives the pieces of a tensor of `module`'s state."""
 
-    report: Report
     module: nn.Module
     changes: list[dict[str, object]]
     weights: Weights | None

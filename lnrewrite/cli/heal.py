@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import Code, LnrewriteError, UsageError
+from ..files.output import SUFFIXES, check_folder
 from ..loading.identify import identify
-from ..loading.source import Format, OpenOptions
+from ..loading.source import Format, OpenOptions, Source
 from ..quiet import LOGGER
 from .options import ACCEPT, FORCE, Screen, options, target_of, tell_name
+
+if TYPE_CHECKING:
+    from ..healing.config import HealingConfig
+    from ..healing.session import Healed
 
 DATA = ".txt .jsonl .parquet .npy .bin .npz .pt .safetensors or pkg.module:iterable."
 
@@ -22,7 +28,9 @@ DATA = ".txt .jsonl .parquet .npy .bin .npz .pt .safetensors or pkg.module:itera
 @click.argument("teacher")
 @click.argument("student")
 @click.option("--data", required=True, metavar="DATA", help=DATA)
-@click.option("-o", "--output", required=True, metavar="OUT", help="What to write: .pt2 or .onnx.")
+@click.option(
+    "-o", "--output", required=True, metavar="OUT", help="What to write: .pt2, .onnx, or of a folder a folder."
+)
 @click.option("--held-out", metavar="DATA", help="Measure on these; default: a part of DATA that is not trained on.")
 @click.option("--tokens", type=int, help="Learn from so many tokens in all; default 6,400 rows of DATA.")
 @click.option("--steps", type=int, help="Optimizer steps of student and control; default what the tokens make.")
@@ -80,23 +88,22 @@ def heal(
     The report gives the held-out loss of teacher, converted, healed and control: the teacher trained on the same
     tokens. Under torchrun the same command shares the work over all processes.
     """
-    sources = [identify(model, replace(how, device="cpu")) for model in (teacher, student)]
+    on_cpu = replace(how, device="cpu")
+    sources = identify(teacher, on_cpu), identify(student, on_cpu)
     for source in sources:
         if source.format is Format.ONNX:
             why = "an ONNX file can be rewritten and run, not trained"
             raise LnrewriteError(Code.LN601, f"model {source.name!r}", why, "heal the torch model, then export it")
-    target = target_of(output, force)
+    into_folder = sources[1].format is Format.TRANSFORMERS and Path(output).suffix not in SUFFIXES
+    target = check_folder(output, sources[1].file, force) if into_folder else target_of(output, force)
     if run is not None and not run.strip():
         raise UsageError(Code.LN003, f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
     with screen.working(f"capturing {teacher}"):
-        from ..api import check_device, load_source
+        from ..api import check_device
         from ..data.batches import check_data
         from ..healing.config import HealingConfig
         from ..healing.opening import tokenizer_named
-        from ..healing.session import heal as run_it
         from ..healing.snapshots import check_run
-        from ..models.program import Program
-        from ..pipeline.job import check_paths
 
         for name in filter(None, (data, held_out)):
             check_data(name)
@@ -106,16 +113,36 @@ def heal(
         check_run(Path(folder), resume, force)
         stages = tuple(order.split(",")) if order else ()
         config = HealingConfig(**asked, seed=how.seed, stages=stages, control=not no_control)
-        first = load_source(sources[0])
-        LOGGER.info(f"capturing {student}")
-        second = load_source(sources[1])
-        check_paths(student, second.fixed_paths, accept)
-        assert isinstance(first, Program) and isinstance(second, Program)
         places: dict[str, Any] = {"output": target, "held_out": held_out, "length": length, "run": folder}
         places |= {"tokenizer": tokenizer, "field": field}
         places |= {"device": how.device, "resume": resume, "restart": force, "force": force}
-        found = run_it(first, second, data, config, **places)
+        found = _healed(sources, data, config, accept, into_folder, places)
     if os.environ.get("RANK", "0") != "0":
         return
     screen.answer(found.report.to_dict(), lambda: str(found.report), "")
     tell_name(output, target)
+
+
+def _healed(
+    sources: tuple[Source, Source],
+    data: str,
+    config: HealingConfig,
+    accept: bool,
+    into_folder: bool,
+    places: Mapping[str, Any],
+) -> Healed:
+    """Heal what two MODELs hold, as programs or, where a folder is to be written, as modules in Python."""
+    from ..api import load_source
+    from ..checkpoints.healing import heal_folder
+    from ..healing.session import heal as heal_programs
+    from ..models.program import Program
+    from ..pipeline.job import check_paths
+
+    if into_folder:
+        return heal_folder(*sources, data, config, **places)
+    first = load_source(sources[0])
+    LOGGER.info(f"capturing {sources[1].name}")
+    second = load_source(sources[1])
+    check_paths(sources[1].name, second.fixed_paths, accept)
+    assert isinstance(first, Program) and isinstance(second, Program)
+    return heal_programs(first, second, data, config, **places)

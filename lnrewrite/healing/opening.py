@@ -53,8 +53,8 @@ class Reading:
 
 def tokenizer_named(given: object) -> Tokenizer | Ready | None:
     """Return a tokenizer by its folder, or one of transformers as it is. Raises LnrewriteError LN022."""
-    if given is None:
-        return None
+    if given is None or isinstance(given, Tokenizer | Ready):
+        return given
     if not isinstance(given, str | os.PathLike):
         if callable(given):
             return Ready(given)
@@ -96,7 +96,11 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
         found = _read(corpus, how.field)
     if isinstance(found, Run):
         data = replace(data, end=found.end if apart(program, data, found.end) else None)
-        return Windows(found.tokens, data, how.rows, wide, how.seed)
+        windows = Windows(found.tokens, data, how.rows, wide, how.seed)
+        if found.end is not None:
+            other = "see each other: the model takes no positions that part them"
+            windows.notes = (f"documents of a window {'do not see each other' if data.end is not None else other}",)
+        return windows
     if isinstance(found, Tensor) and len(spec.inputs) == 1:  # it may lie on the disk, and stays there
         name = spec.names[0]
         check_numbers(spec, {name: found}, f"data {data.name!r}")

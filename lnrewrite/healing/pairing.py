@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -26,13 +25,13 @@ class Pair:
         inputs, tables = [sorted(p.example_inputs()) for p in both], [p.id_limits() for p in both]
         blocks = [{b.name for b in p.network.blocks} for p in both]
         if inputs[0] != inputs[1]:
-            _unlike(f"it takes {', '.join(inputs[1])} and the teacher {', '.join(inputs[0])}")
+            raise unlike(f"it takes {', '.join(inputs[1])} and the teacher {', '.join(inputs[0])}")
         if tables[0] != tables[1]:
-            _unlike(f"its vocabulary is {tables[1]} and the teacher's {tables[0]}")
+            raise unlike(f"its vocabulary is {tables[1]} and the teacher's {tables[0]}")
         if not blocks[0]:
-            _unlike("no residual block was found in the teacher")
+            raise unlike("no residual block was found in the teacher")
         if other := sorted(blocks[0] ^ blocks[1]):
-            _unlike(f"the blocks differ: {', '.join(other[:3])}")
+            raise unlike(f"the blocks differ: {', '.join(other[:3])}")
 
     @property
     def notes(self) -> list[str]:
@@ -76,26 +75,11 @@ class Pair:
         return stored(self.teacher.module(), name)
 
 
-def give_back(student: nn.Module, healed: Program) -> nn.Module:
-    """Put trained weights into the living module that they belong to, all of them or none."""
-    pairs = []
-    for name, parameter in student.named_parameters(remove_duplicate=False):
-        found = stored(healed.module(), name)
-        if found is None or found.shape != parameter.shape:
-            why = f"the healed network has no parameter {name} of its shape"
-            remedy = "heal the program (lnr.capture), or without progressive and drop_final"
-            raise LnrewriteError(Code.LN602, type(student).__name__, why, remedy)
-        pairs.append((parameter, found))
-    with torch.no_grad():
-        for parameter, found in pairs:
-            parameter.copy_(found)
-    return student
-
-
 def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     return other is not None and one.shape == other.shape and torch.equal(one.detach(), other.detach())
 
 
-def _unlike(why: str) -> NoReturn:
+def unlike(why: str) -> LnrewriteError:
+    """Return the error for two models that are no pair."""
     remedy = "give a model and what `lnrewrite convert` made of it"
-    raise LnrewriteError(Code.LN601, "the student is not a conversion of the teacher", why, remedy)
+    return LnrewriteError(Code.LN601, "the student is not a conversion of the teacher", why, remedy)

@@ -20,6 +20,7 @@ from .budget import Budget
 from .config import TRAINED, HealingConfig
 from .distributed import World
 from .folding import fold, unfoldable
+from .living import LivingStudent
 from .losses import Measured, Mix, Objective, losses_of
 from .pairing import Pair
 from .rates import GAIN_RATE, Harm, Rates, RateTest, settled, usual
@@ -46,6 +47,7 @@ class Healing:
     snapshots: Snapshots
     objective: Objective
     mix: Mix
+    living: LivingStudent | None = None
     gap: float = 0.0
 
     @cached_property
@@ -73,6 +75,8 @@ class Healing:
             losses["converted"] = self.measure(self.pair.student)
         tapering = self.tapering
         working = tapering.program if tapering else self.pair.student.apply([], "heal")[0]
+        if self.living:
+            self.living.check(fold(tapering, working) if tapering else working, self.shown[:1])
         names = self.pair.trained(working, self.config.train)
         of = sum(p.numel() for p in working.module().parameters())
         count = sum(p.numel() for n, p in working.module().named_parameters() if n in names)
@@ -109,6 +113,11 @@ class Healing:
         seconds = time.perf_counter() - started
         trained = {"which": TRAINED[self.config.train], "tensors": len(names), "parameters": count, "of": of}
         return healed, self.outcome(healed, losses, trained, steps, rates, seconds)
+
+    @property
+    def shown(self) -> list[Tensors]:
+        """Return the held-out inputs, without labels."""
+        return [inputs_of(batch) for batch in self.measured]
 
     @property
     def controlled(self) -> bool:
@@ -202,9 +211,8 @@ class Healing:
         seconds: float,
     ) -> HealingReport:
         task = self.objective.has_task(self.measured[0])
-        rows = [inputs_of(batch) for batch in self.measured]
         log = self.snapshots.rows()
-        notes = self.pair.notes
+        notes = [*self.pair.notes, *self.source.notes]
         if not task:
             notes.append("the data hold no targets, so no control is trained: the losses are distances to the teacher")
         elif not self.config.control:
@@ -229,7 +237,7 @@ class Healing:
             rates={name: each.to_dict() for name, each in rates.items()},
             tokens=sum(row["tokens"] for row in log if not row["phase"].startswith("control")),
             seconds=seconds,
-            drift=drift(self.pair.teacher.module(), healed.module(), rows, True),
+            drift=drift(self.pair.teacher.module(), healed.module(), self.shown, True),
             gap=gap,
             gap_standard_error=error,
             gap_to_teacher=to_teacher,

@@ -13,17 +13,18 @@ from typing import Any
 from torch import nn
 
 from ..backends.torch.capture import evaluating
-from ..backends.torch.module import CapturedModule
 from ..data.batches import Data
 from ..errors import Code, UsageError
-from ..models.program import Program, capture
+from ..models.program import Program
 from ..quiet import LOGGER
 from .budget import Budget, Wanted, divided
 from .config import HealingConfig
 from .distributed import World
+from .living import LivingStudent, program_of
 from .losses import Mix, Objective
 from .opening import Reading, held_out_of, open_source, tokenizer_named
-from .pairing import Pair, give_back
+from .outputs import Output, output_named
+from .pairing import Pair
 from .report import HealingReport
 from .running import Healing
 from .snapshots import Snapshots, check_run
@@ -47,7 +48,7 @@ def heal(
     data: object,
     config: HealingConfig | None = None,
     *,
-    output: str | Path | None = None,
+    output: str | Path | Output | None = None,
     held_out: str | None = None,
     length: int | None = None,
     tokenizer: object = None,
@@ -62,17 +63,18 @@ def heal(
 ) -> Healed:
     """Train a converted model back to its teacher's quality, and say how near it came to a control.
 
-    teacher, student: programs, or living modules with example inputs in `kwargs`; a living student is trained in place,
-    any other stays as it was. data: documents (.txt, .jsonl, .parquet, or an iterable of strings or of mappings with
-    `field`), tokens (.bin, .npy [count]), arrays of rows [count, ...], `pkg.module:iterable`, or an iterable of
-    batches: dicts of the model's inputs, and `labels` [batch, ...] where there are targets. A part of it is held out,
-    or `held_out` names other data. length: tokens of a window cut from a text. tokenizer: its folder, or one of
-    transformers; None takes that of the teacher's folder. config, or its fields as
+    teacher, student: programs, or modules in Python with example inputs in `kwargs`; such a student is trained in
+    place and compared with its graph, any other stays as it was. data: documents (.txt, .jsonl, .parquet, or an
+    iterable of strings or of mappings with `field`), tokens (.bin, .npy [count]), arrays of rows [count, ...],
+    `pkg.module:iterable`, or an iterable of batches: dicts of the model's inputs, and `labels` [batch, ...] where there
+    are targets. A part of it is held out, or `held_out` names other data. length: tokens of a window cut from a text.
+    tokenizer: its folder, or one of transformers; None takes that of the teacher's folder. config, or its fields as
     keywords: steps=1000, progressive=True, lr=1e-4, as `HealingConfig` explains them.
 
     output: where to write the result (.pt2 or .onnx); `force`: over what stands there. run: the folder of checkpoints,
     log.jsonl and loss.html; None uses a temporary one. resume: go on where that run stopped; the same seed gives the
-    same weights. Dropout stays off. Under torchrun the work is shared over all processes (FSDP2).
+    same weights. restart: drop what a run that did not finish left there. Dropout stays off. Under torchrun the work is
+    shared over all processes (FSDP2).
 
     Raises LnrewriteError: LN022 data, LN601 the student is no conversion of the teacher, LN602 no exact start, LN604
     NaN, LN605 run folder, LN025 no room; UsageError LN003. Sources: local, then global: arXiv 2410.10254; removal by
@@ -81,10 +83,13 @@ def heal(
     plan = replace(config or HealingConfig(), **choices)
     if run:
         check_run(Path(run), resume, restart)
+    target = output_named(output, force)
     world = World.join(device, (plan.batch_size or 0) // plan.accumulate)
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
-        first, second = (seen(model, kwargs, world, stack) for model in (teacher, student))
+        first, second = (program_of(model, kwargs, world.device) for model in (teacher, student))
+        for program in (first, second):
+            stack.enter_context(evaluating(program.module()))
         (pair := Pair(first, second)).check()
         wanted = Wanted.of(plan, Data.of(first, "data", length).window, world.size)
         micro = wanted.rows // plan.accumulate
@@ -97,20 +102,21 @@ def heal(
         budget = Budget.of(plan, source.batch(0), held)
         asked = {**asdict(plan), "length": length, "held_out": held_out, "processes": world.size}
         asked |= {"data": data if isinstance(data, str) else "given", "student": _digest(second), "field": field}
+        asked |= {"tokenizer": str(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer is not None}
         folder = run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
         objective = replace(Objective.of(first, measured[0]), end=source.end)
         mix = mix_of(plan, objective.has_task(measured[0]))
         snapshots = Snapshots(Path(folder), world, asked, resume, restart)
         stack.callback(snapshots.leave)
-        healed, report = Healing(pair, source, held, measured, budget, plan, world, snapshots, objective, mix).run()
-        module: nn.Module = healed.module()
-        if not isinstance(student, Program | CapturedModule):
-            module = give_back(student, healed)
-        if output and world.first:
-            LOGGER.info(f"writing {output}")
-            healed.save(output, force=force)
+        living = LivingStudent.of((teacher, student), pair, plan)
+        healing = Healing(pair, source, held, measured, budget, plan, world, snapshots, objective, mix, living)
+        healed, report = healing.run()
+        module = living.take(healed, healing.shown) if living else healed.module()
+        if target and world.first:
+            LOGGER.info(f"writing {target}")
+            target.write(healed, module, healing.shown)
         snapshots.end()
-    report = replace(report, run=str(run) if run else None, output=str(output) if output else None)
+    report = replace(report, run=str(run) if run else None, output=str(target) if target else None)
     return Healed(healed, module, report)
 
 
@@ -124,16 +130,6 @@ def mix_of(config: HealingConfig, task: bool) -> Mix:
     if not (mix.task or mix.kl or mix.hidden):
         raise UsageError(Code.LN003, "losses", "no loss is left to learn from", "give task, kl or hidden a weight")
     return mix
-
-
-def seen(
-    model: Program | nn.Module, kwargs: Mapping[str, object] | None, world: World, until: contextlib.ExitStack
-) -> Program:
-    """Return a model as a program on this process's device, in eval mode `until` an exit stack is left."""
-    program = model if isinstance(model, Program) else capture(model, kwargs=kwargs)
-    program.module().to(world.device)
-    until.enter_context(evaluating(program.module()))
-    return program
 
 
 def _digest(program: Program) -> str:

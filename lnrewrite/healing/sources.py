@@ -48,10 +48,12 @@ class BatchSource(ABC):
     """Give batches of `rows` rows by number, the same ones for the same seed, and rows that are never trained on.
 
     `end` is the id behind which a document starts that sees none before it, None where windows are one text.
+    `notes` say what a user should know.
     """
 
     held_out: list[Tensors]
     end: int | None = None
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     def batch(self, index: int) -> Tensors:

@@ -155,7 +155,7 @@ def _check(module: nn.Module) -> None:
 # ---- proof ----
 
 
-class _AsCaptured(nn.Module):
+class AsCaptured(nn.Module):
     """Call a module as it was captured: with the inputs that were no tensors."""
 
     def __init__(self, module: nn.Module, signature: Signature) -> None:
@@ -176,7 +176,7 @@ def _prove(module: nn.Module, program: Program, taken: Capture, seed: int) -> No
     remedy = "use the exported route (lnr.convert, or -o OUT.pt2), and report this model"
     try:
         with evaluating(module):
-            found = proof(program, _AsCaptured(module, taken.module.signature), bound, seed)
+            found = proof(program, AsCaptured(module, taken.module.signature), bound, seed)
     except Exception as error:  # the module's own code, which may look at a norm that is gone
         why = f"rewritten, it fails with {told(error)}"
         raise LnrewriteError(Code.LN313, type(module).__name__, why, remedy) from error

@@ -1,0 +1,131 @@
+"""Students that are modules in Python: on every option they compute the healed network, or are refused before."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lnrewrite as lnr
+import zoo
+from lnrewrite import demo
+from lnrewrite.healing.session import Healed
+from lnrewrite.healing.snapshots import Snapshots
+from tiers import rows
+from zoo import families
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norms": {"train": "norms"},
+    "touched": {"train": "touched"},
+    "local": {"local_steps": 2},
+    "progressive": {"progressive": True},
+    "stages": {"progressive": True, "stages": ("mlp", "attention")},
+    "drop_final": {"drop_final": True},
+    "all gone": {"progressive": True, "drop_final": True},
+}
+MODELS = ("tinygpt", "llama", "gpt2", "opt")
+HOW: dict[str, Any] = {"steps": 3, "lr": 1e-3, "warmup": 0, "control": False}
+
+
+def pair(name: str, to: str) -> tuple[nn.Module, nn.Module, list[dict[str, Any]]]:
+    """Return a teacher, the student that a conversion in place makes of it, and batches."""
+    if name == "tinygpt":
+        teacher: Any = zoo.short_gpt()
+        batches: list[dict[str, Any]] = demo.calibration(12)
+    else:
+        teacher = zoo.build(name, depth=1, head=True)[0]
+        draw = torch.Generator().manual_seed(0)
+        batches = [{"input_ids": torch.randint(3, families.VOCAB, (4, 8), generator=draw)} for _ in range(12)]
+    student = lnr.convert(teacher, to, kwargs=batches[0], calibrate=batches[:2], live=True)
+    return teacher, student, batches
+
+
+def heal(teacher: Any, student: Any, batches: list[dict[str, Any]], **how: Any) -> Healed:
+    rows = len(next(iter(batches[0].values())))
+    return lnr.heal(teacher, student, batches, kwargs=batches[0], batch_size=rows, **HOW | how)
+
+
+def outputs(module: Any, batch: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        found = module(**batch)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).abs().max() <= 1e-5 * one.abs().max())
+
+
+CASES = list(product(MODELS, ("post", "peri", "output", "none"), OPTIONS))
+SAMPLE = [
+    ("tinygpt", "peri", "plain"),
+    ("llama", "peri", "progressive"),
+    ("opt", "none", "drop_final"),
+]
+
+
+@pytest.mark.parametrize(("name", "to", "option"), rows(CASES, sample=SAMPLE))
+def test_the_student_computes_what_was_healed_or_is_refused_before(
+    name: str, to: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher, student, batches = pair(name, to)
+    own = dict(student.named_parameters())
+    state = {n: p.detach().clone() for n, p in teacher.named_parameters()}
+    start = outputs(student, batches[0])
+    trained: list[object] = []
+    log = Snapshots.log
+    monkeypatch.setattr(Snapshots, "log", lambda self, row: (trained.append(row), log(self, row))[1])
+    try:
+        found = heal(teacher, student, batches, **OPTIONS[option])
+    except lnr.LnrewriteError as error:
+        assert error.code == "LN602" and not trained, error
+        assert torch.equal(outputs(student, batches[0]), start)
+        return
+    assert found.module is student and trained
+    for batch in batches:
+        assert near(outputs(found.program.module(), batch), outputs(student, batch))
+    assert not torch.equal(outputs(student, batches[0]), start)
+    now = dict(student.named_parameters())
+    assert all(now[n] is own[n] for n in now.keys() & own.keys() if now[n].shape == own[n].shape)
+    assert all(torch.equal(p, state[n]) for n, p in teacher.named_parameters())
+    assert near(outputs(copy.deepcopy(student), batches[1]), outputs(student, batches[1]))
+    if hasattr(student, "save_pretrained"):
+        student.save_pretrained(tmp_path / "saved")
+        again = lnr.load(tmp_path / "saved")
+        assert near(outputs(again.module(), batches[1]), outputs(student, batches[1]))
+
+
+def test_a_student_that_cannot_follow_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, student, batches = pair("tinygpt", "peri")
+    monkeypatch.setattr(Snapshots, "log", lambda self, row: pytest.fail("it was trained"))
+    program = lnr.capture(teacher, kwargs=batches[0])
+    with pytest.raises(lnr.LnrewriteError, match="LN602 .*from the teacher on.*as a module too"):
+        heal(program, student, batches, progressive=True)
+
+
+def test_what_a_graph_does_not_hold_stays_as_it_was() -> None:
+    teacher, student, batches = pair("tinygpt", "peri")
+    student.spare = nn.Linear(3, 3)  # no forward uses it
+    spare = student.spare.weight.detach().clone()
+    found = heal(teacher, student, batches)
+    assert found.module is student and torch.equal(student.spare.weight, spare)
+
+
+def test_a_module_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The student is compared with its graph on real data, before the training and after it."""
+    teacher, student, batches = pair("tinygpt", "peri")
+    log, spoiled = Snapshots.log, copy.deepcopy(student)
+
+    def spoil(self: Snapshots, row: Any) -> None:
+        log(self, row)
+        student.register_forward_hook(lambda m, a, output: output * 1.01)
+
+    monkeypatch.setattr(Snapshots, "log", spoil)
+    with pytest.raises(lnr.LnrewriteError, match="LN313 .*from those of its graph"):
+        heal(teacher, student, batches)
+    del spoiled
