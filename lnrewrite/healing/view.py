@@ -7,14 +7,14 @@ is what people shard (`fully_shard`) and recompute (activation checkpointing), w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
-from ..backends.torch.module import CapturedModule, stored
+from ..backends.torch.parts import Parts
 from ..compat.torch import output_tree, pytree
 from ..ir import Kind, sums
 from ..models.program import Program
@@ -36,16 +36,7 @@ class ViewOutput:
     spread: Tensor | None
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Describe what one part reads, what it makes, and what nothing reads after it."""
-
-    reads: tuple[fx.Node, ...]
-    makes: tuple[fx.Node, ...]
-    drops: tuple[fx.Node, ...]
-
-
-class View(nn.Module):
+class View(Parts):
     """Run a captured module part by part; tapers stand where they belong, their powers in the buffer `powers`.
 
     `detached` cuts the gradient between parts, so that each learns from its own state alone; `recompute` keeps no
@@ -55,31 +46,25 @@ class View(nn.Module):
     powers: Tensor
 
     def __init__(self, program: Program, tapers: Sequence[Taper] = ()) -> None:
-        super().__init__()
         module, network = program.module(), program.network
-        self.detached = self.recompute = False
-        self.register_buffer("powers", torch.tensor([float(t.going) for t in tapers]))
-        self._spec = output_tree(module)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        self._result = graph.graph_copy(module.graph, copies)
+        result = graph.graph_copy(module.graph, copies)
         named = {old.name: new for old, new in copies.items()}
-        self._sums = {named[g[-1].anchor.total]: g[-1].name for s in network.streams for g in sums(s)}
+        ends = {named[g[-1].anchor.total]: g[-1].name for s in network.streams for g in sums(s)}
         repeats = {named[n]: named[r] for n, r in program.graph.alias.items() if n in named and r in named}
-        self._spreads = [_insert(graph, named, repeats, taper, i) for i, taper in enumerate(tapers)]
-        self._inputs = [n for n in graph.nodes if n.op == "placeholder"]
-        self._held: dict[str, str] = {}
-        first = {id(p): name for name, p in module.named_parameters()}
-        self._named = {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
-        self._parts, bodies = _cut(self, module, graph, set(self._sums))
-        self.parts = nn.ModuleList(Part(body) for body in bodies)
+        spreads = [_insert(graph, named, repeats, taper, i) for i, taper in enumerate(tapers)]
+        super().__init__(module, graph, set(ends), _nodes(result) | set(ends) | set(spreads), {POWERS})
+        self.detached = self.recompute = False
+        self.register_buffer("powers", torch.tensor([float(t.going) for t in tapers]))
+        self._spec, self._result, self._sums, self._spreads = output_tree(module), result, ends, spreads
 
     def forward(self, *inputs: Tensor) -> ViewOutput:
         """Run on the flat inputs of the captured graph."""
-        values: dict[fx.Node, Tensor] = dict(zip(self._inputs, inputs, strict=True))
+        values: dict[fx.Node, Tensor] = dict(zip(self.inputs, inputs, strict=True))
         states: dict[str, Tensor] = {}
-        for part, module in zip(self._parts, self.parts, strict=True):
-            given = [self._shared(n) if n.op == "get_attr" else values[n] for n in part.reads]
+        for part, module in zip(self.steps, self.parts, strict=True):
+            given = [self.shared(n) if n.op == "get_attr" else values[n] for n in part.reads]
             kept = self.recompute and torch.is_grad_enabled()
             made = checkpoint(module, *given, use_reentrant=False) if kept else module(*given)
             values.update(zip(part.makes, made, strict=True))
@@ -94,80 +79,19 @@ class View(nn.Module):
         flat = fx.node.map_arg(self._result, lambda n: values[n])
         outputs: object = flat
         if self._spec is not None:
-            outputs = pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[arg-type]
+            outputs = pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[type-var]
         return ViewOutput(outputs, states, torch.stack(found).mean() if found else None)
 
-    def origin(self, name: str) -> str:
-        """Return the name that the captured module has for one of the view's parameters, of tied ones the first."""
-        return self._named[self._held.get(name) or name.split(".body.", 1)[1]]
-
-    def _shared(self, node: fx.Node) -> Tensor:
-        found = self.powers if node.target == POWERS else stored(self, _safe(node.target))
-        assert found is not None
-        return found
+    def shared(self, node: fx.Node) -> Tensor:
+        """Return what several parts read: the tapers' powers, or a parameter."""
+        return self.powers if node.target == POWERS else super().shared(node)
 
 
-class Part(nn.Module):
-    """Hold the graph between two sums; a module of a plain class, which sharding can put its own in place of."""
-
-    def __init__(self, body: fx.GraphModule) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        return self.body(*given)
-
-
-def _cut(
-    view: View, module: CapturedModule, graph: fx.Graph, ends: set[fx.Node]
-) -> tuple[list[_Part], list[fx.GraphModule]]:
-    """Cut a graph behind each of `ends`; what several parts read of the parameters is registered on the view."""
-    parts: list[list[fx.Node]] = [[]]
-    for node in graph.nodes:
-        if node.op == "call_function":
-            parts[-1].append(node)
-            if node in ends:
-                parts.append([])
-    parts = [p for p in parts if p]
-    place = {node: index for index, part in enumerate(parts) for node in part}
-    readers = {n: {place[u] for u in n.users if u in place} for n in graph.nodes}
-    held = [n for n in graph.find_nodes(op="get_attr") if n.target != POWERS]
-    tensors: dict[int, set[int]] = {}
-    for node in held:
-        tensors.setdefault(id(_tensor(module, node)), set()).update(readers[node])
-    alone = {n for n in held if len(tensors[id(_tensor(module, n))]) == 1}
-    for node in held:
-        if node not in alone:
-            _register(view, str(node.target), _tensor(module, node))
-    last = {n: max(r, default=-1) for n, r in readers.items()}
-    wanted = set(view._sums) | set(view._spreads)
-    fx.node.map_arg(view._result, lambda n: wanted.add(n))
-    found, modules = [], []
-    for index, part in enumerate(parts):
-        inside = set(part)
-        reads = list(dict.fromkeys(n for node in part for n in node.all_input_nodes if n not in inside | alone))
-        makes = [n for n in part if last[n] > index or n in wanted]
-        drops = [n for n in (*reads, *makes) if last[n] <= index and n not in wanted and n.op != "get_attr"]
-        found.append(_Part(tuple(reads), tuple(makes), tuple(dict.fromkeys(drops))))
-        modules.append(_module(module, part, reads, makes))
-    return found, modules
-
-
-def _module(
-    module: CapturedModule, part: Iterable[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
-) -> fx.GraphModule:
-    """Return one part as a module of its own, parameters shared."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {n: graph.placeholder(n.name) for n in reads}
-    held: dict[str, Tensor] = {}
-    for node in part:
-        for source in node.all_input_nodes:
-            if source.op == "get_attr" and source not in copies:
-                held[str(source.target)] = _tensor(module, source)
-                copies[source] = graph.get_attr(str(source.target))
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-    graph.output(tuple(copies[n] for n in makes))
-    return fx.GraphModule(held, graph)
+def _nodes(result: object) -> set[fx.Node]:
+    """Return the nodes that a graph's output names."""
+    found: set[fx.Node] = set()
+    fx.node.map_arg(result, lambda n: found.add(n))  # type: ignore[type-var]
+    return found
 
 
 def _insert(
@@ -218,24 +142,3 @@ def tapered(
     if beta is not None:
         y = y + beta.to(high.dtype)
     return log.square().mean(), y.to(x.dtype)
-
-
-def _tensor(module: CapturedModule, node: fx.Node) -> Tensor:
-    found = stored(module, str(node.target))
-    assert isinstance(found, Tensor), node.target
-    return found
-
-
-def _safe(name: object) -> str:
-    return str(name).replace(".", "__")
-
-
-def _register(view: View, origin: str, tensor: Tensor) -> None:
-    name = _safe(origin)
-    if stored(view, name) is not None:
-        return
-    if isinstance(tensor, nn.Parameter):
-        view.register_parameter(name, tensor)
-        view._held[name] = origin
-    else:
-        view.register_buffer(name, tensor)
