@@ -15,7 +15,7 @@ from ..backends.outputs import apart
 from ..backends.running import as_runnable
 from ..backends.torch.capture import capture_module, evaluating
 from ..backends.torch.module import CapturedModule, stored
-from ..compat.torch import pytree
+from ..compat.torch import pytree, slots
 from ..errors import Code, LnrewriteError
 from ..live.ports import children
 from ..live.rewriting import EXACT, ROUNDED, AsCaptured, carry_out, difference
@@ -140,8 +140,9 @@ def become(module: nn.Module, other: nn.Module) -> None:
                 mine.copy_(parameter)
                 kept[id(parameter)] = mine
     for part in other.modules():
-        slots = part._parameters
-        slots.update({leaf: kept[id(held)] for leaf, held in slots.items() if id(held) in kept})
+        for leaf, held in list(slots(part).items()):
+            if id(held) in kept:
+                part.register_parameter(leaf, kept[id(held)])
     module.__class__ = type(other)
     vars(module).clear()
     vars(module).update(vars(other))

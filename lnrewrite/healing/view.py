@@ -79,7 +79,7 @@ class View(Parts):
         flat = fx.node.map_arg(self._result, lambda n: values[n])
         outputs: object = flat
         if self._spec is not None:
-            outputs = pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[type-var]
+            outputs = pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[arg-type]
         return ViewOutput(outputs, states, torch.stack(found).mean() if found else None)
 
     def shared(self, node: fx.Node) -> Tensor:
