@@ -20,7 +20,8 @@ import lnrewrite as lnr
 import zoo
 from lnrewrite import demo
 from lnrewrite.data import documents
-from lnrewrite.healing.losses import IGNORED, Objective
+from lnrewrite.healing.fused import IGNORED
+from lnrewrite.healing.losses import Objective
 from lnrewrite.healing.opening import Reading, apart, held_out_of, open_source, tokenizer_named
 from lnrewrite.healing.sources import ArraySource, Windows
 from lnrewrite.models.program import Program

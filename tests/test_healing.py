@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -31,6 +32,7 @@ from lnrewrite.healing.losses import Mix, Objective
 from lnrewrite.healing.report import picture
 from lnrewrite.healing.session import heal
 from lnrewrite.healing.sources import ArraySource, IterableSource, Windows
+from lnrewrite.healing.training import Phase
 from lnrewrite.models.program import Program
 from tiers import rows
 from zoo import families
@@ -282,6 +284,29 @@ def test_a_loss_that_is_not_finite_stops_at_a_step_and_a_block(pair: Any, text: 
         lnr.heal(*pair, text, **how, run=tmp_path / "run")
     step = int(told.value.what.split()[-1])
     assert [p.name for p in (tmp_path / "run").glob("global-*")] == [f"global-{step - 1:06d}"]
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_the_micro_batch_whose_loss_is_not_finite_is_the_one_that_is_looked_at(
+    bad: int, pair: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses are looked at once a step, when all micro-batches were seen."""
+    terms, calls, looked = Phase.terms, list[Any](), list[Any]()
+
+    def spoilt(self: Phase, batch: Any, targets: float) -> Any:
+        calls.append(batch["input_ids"])
+        return {n: t * (math.nan if len(calls) == bad + 1 else 1) for n, t in terms(self, batch, targets).items()}
+
+    def fail(self: Phase, step: int, batch: Any, what: str) -> None:
+        looked.append((step, batch["input_ids"], what))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Phase, "terms", spoilt)
+    monkeypatch.setattr(Phase, "fail", fail)
+    with pytest.raises(KeyboardInterrupt):
+        lnr.heal(*pair, text, **SMALL, accumulate=4, control=False)
+    ((step, batch, what),) = looked
+    assert step == 0 and len(calls) == 4 and torch.equal(batch, calls[bad]) and what == "the loss"
 
 
 def test_a_new_run_starts_afresh_and_touches_nothing_of_others(pair: Any, text: str, tmp_path: Path) -> None:

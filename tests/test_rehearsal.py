@@ -12,7 +12,8 @@ import lnrewrite as lnr
 import zoo
 from lnrewrite import demo
 from lnrewrite.healing.config import HealingConfig
-from lnrewrite.healing.losses import IGNORED, Objective
+from lnrewrite.healing.fused import IGNORED
+from lnrewrite.healing.losses import Objective
 from lnrewrite.healing.rehearsal import Rehearsed
 from lnrewrite.healing.sources import BatchSource, Tensors
 

@@ -19,11 +19,9 @@ from ..compat.torch import tensors_in
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Kind
 from ..models.program import Program
+from .fused import IGNORED, apart, compared
 from .sources import LABELS, inputs_of
 from .view import ViewOutput
-
-IGNORED = -100
-"""A target that counts for nothing, as in torch and transformers."""
 
 FAR = 0.15
 """The divergence of a student from its teacher, in nats, from which on the teacher's states lead entirely."""
@@ -111,24 +109,28 @@ class Objective:
     ) -> dict[str, Tensor]:
         """Return each term that weighs anything, unweighted; `targets`: how many a process has, on the average."""
         found: dict[str, Tensor] = {}
-        if mix.task:
-            found["task"] = self.rows(student.outputs, batch).sum() / max(1, targets)
-        if mix.kl and teacher:
-            found["kl"] = self.divergence(student.outputs, teacher.outputs, batch)
+        copied = teacher if mix.kl else None
+        if self.has_task(batch) and (mix.task or copied):
+            its = self.scores(copied.outputs, batch) if copied else None
+            wanted = self._aligned(batch) if mix.task else None
+            entropy, divergence = compared(self.scores(student.outputs, batch), its, wanted)
+            if mix.task:
+                found["task"] = entropy.sum() / max(1, targets)
+            if copied:
+                found["kl"] = self._mean(divergence, batch)
+        elif copied:
+            found["kl"] = self.divergence(student.outputs, copied.outputs, batch)
         if mix.hidden and teacher:
             pairs = [(s, teacher.states[n]) for n, s in student.states.items() if n in teacher.states]
-            found["hidden"] = torch.stack([self._apart(s, t, batch) for s, t in pairs]).mean()
+            found["hidden"] = torch.stack([self._mean(apart(s, t, self.centred), batch) for s, t in pairs]).mean()
         if mix.spread and student.spread is not None:
             found["spread"] = student.spread
         return found
 
     def rows(self, outputs: object, batch: Tensors) -> Tensor:
         """Return the cross-entropy of every target in nats: [targets]."""
-        targets = self.targets(batch).reshape(-1)
-        scores = self.scores(outputs, batch)
-        flat = (scores if LABELS in batch else scores[:, :-1]).float().reshape(len(targets), -1)
-        losses = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none")
-        return losses[targets != IGNORED]
+        targets = self._aligned(batch)
+        return compared(self.scores(outputs, batch), None, targets)[0][targets != IGNORED]
 
     def scores(self, outputs: object, batch: Tensors) -> Tensor:
         """Return the logits [..., classes]. Raises LnrewriteError LN022 where no output has labels' shape."""
@@ -164,20 +166,15 @@ class Objective:
     def divergence(self, student: object, teacher: object, batch: Tensors) -> Tensor:
         """Return KL(teacher || student) of the logits or, without any, the relative squared error of the output."""
         if self.has_task(batch):
-            mine, its = self.scores(student, batch), self.scores(teacher, batch)
-            p, q = its.float().log_softmax(-1), mine.float().log_softmax(-1)
-            rows = (p.exp() * (p - q)).sum(-1)
+            _, rows = compared(self.scores(student, batch), self.scores(teacher, batch), None)
             return self._mean(rows, batch)
         mine, its = _first(student), _first(teacher)
         return self._mean((mine - its).square().mean(-1), batch) / self._mean(its.square().mean(-1), batch)
 
-    def _apart(self, student: Tensor, teacher: Tensor, batch: Tensors) -> Tensor:
-        """Return the mean squared distance of two states after a norm without gain."""
-        return self._mean((self._unit(student) - self._unit(teacher)).square().mean(-1), batch)
-
-    def _unit(self, x: Tensor) -> Tensor:
-        norm = F.layer_norm if self.centred else F.rms_norm
-        return norm(x.float(), x.shape[-1:], eps=1e-12)
+    def _aligned(self, batch: Tensors) -> Tensor:
+        """Return the target of every place that has logits: of a causal model the last place has none."""
+        found = self.targets(batch)
+        return found if LABELS in batch else F.pad(found, (0, 1), value=IGNORED)
 
     def _mean(self, rows: Tensor, batch: Tensors) -> Tensor:
         """Return the mean over the tokens that count."""

@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from ..backends.inputs import Tensors
-from .losses import IGNORED, Objective
+from .fused import IGNORED
+from .losses import Objective
 from .sources import LABELS, BatchSource, number
 
 

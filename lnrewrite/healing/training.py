@@ -18,6 +18,7 @@ from ..backends.torch.feeding import flat_inputs
 from ..errors import Code, Exit, LnrewriteError
 from ..models.program import Program
 from ..quiet import LOGGER
+from .budget import tokens_of
 from .config import HealingConfig
 from .distributed import World
 from .losses import Mix, Objective
@@ -134,26 +135,25 @@ class Phase:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * share
         torch.manual_seed(number(config.seed, step, world.rank))
-        means, tokens = torch.zeros(()), 0
+        seen, tokens = list[Tensor](), 0
         for micro in range(config.accumulate):
             batch = source.batch(step * config.accumulate + micro)
-            tokens += max(t[..., 0].numel() if t.is_floating_point() else t.numel() for t in batch.values())
-            targets = self.objective.count(batch) / world.size
-            batch = world.share(batch)
-            terms = self.terms(batch, targets)
+            tokens += tokens_of(batch)
+            terms = self.terms(world.share(batch), self.objective.count(batch) / world.size)
             total = self.total(terms)
-            seen = world.mean(torch.stack([total, *terms.values()]).detach())
-            if not torch.isfinite(seen[0]):
-                self.fail(step, batch, "the loss")
             (total / config.accumulate).backward()
-            means = means + seen.cpu() / config.accumulate
+            seen.append(torch.stack([total, *terms.values()]).detach())
         norm = nn.utils.clip_grad_norm_(self.student.view.parameters(), config.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        if not torch.isfinite(norm):
-            self.fail(step, batch, "the gradient")
+        told = torch.cat([world.mean(torch.stack(seen)).flatten(), norm.flatten()]).cpu()  # the only wait in a step
+        losses = told[:-1].view(config.accumulate, -1)
+        if not torch.isfinite(told).all():
+            bad = next((i for i, loss in enumerate(losses[:, 0]) if not torch.isfinite(loss)), None)
+            batch = source.batch(step * config.accumulate + (bad or 0))
+            self.fail(step, world.share(batch), "the gradient" if bad is None else "the loss")
         optimizer.step()
         optimizer.zero_grad()
-        named = zip(("loss", *terms), means.tolist(), strict=True)
+        named = zip(("loss", *terms), losses.mean(0).tolist(), strict=True)
         return {**dict(named), "lr": self.lr * share, "tokens": tokens}
 
     def terms(self, batch: Tensors, targets: float) -> dict[str, Tensor]:
