@@ -138,7 +138,7 @@ def usual(gap: float, stiffness: float) -> float:
 
     gap: how far the student is from its teacher (`Harm.between`). stiffness: how far the teacher is from itself nudged.
     Harm grows with the square of a random step, so the conversion harmed as a step of NUDGE sqrt(gap / stiffness) does.
-    On demo:tinygpt and another model this is within a factor of 1.6 of the best of a grid, for each placement.
+    On demo:tinygpt and another model this is within a factor of 1.7 of the best of a grid, for each placement.
     """
     return SHARE * NUDGE * math.sqrt((gap + LEAST) / max(stiffness, 1e-9))
 
