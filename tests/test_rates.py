@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lnrewrite as lnr
 import zoo
+from commands import started
 from lnrewrite import demo
 from lnrewrite.healing import budget
 from lnrewrite.healing.budget import divided
 from lnrewrite.healing.config import HealingConfig
+from lnrewrite.healing.distributed import World, local
 from lnrewrite.healing.losses import Measured, Mix, Objective, losses_of
 from lnrewrite.healing.rates import FACTOR, NUDGE, SHARE, lowest, nudged, usual
 from lnrewrite.healing.snapshots import Snapshots
@@ -125,7 +129,31 @@ def test_a_nudge_moves_every_matrix_and_is_taken_back(pair: Any) -> None:
         for name, p in view.named_parameters():
             moved = (p.detach() - before[name]).abs()
             assert torch.allclose(moved, torch.full_like(p, NUDGE if p.dim() >= 2 else 0.0), atol=1e-6), name
+        ups = [(p > before[n]).flatten() for n, p in view.named_parameters() if p.dim() >= 2]
+    assert all(0.4 < up.double().mean() < 0.6 for up in ups)
+    least = min(map(len, ups))
+    assert len({tuple(up[:least].tolist()) for up in ups}) == len(ups)  # each its own draw
     assert all(torch.equal(p, before[n]) for n, p in view.named_parameters())
+
+
+def test_a_nudge_of_a_shard_is_the_shard_of_the_nudge(pair: Any) -> None:
+    """So that the rate that follows from it is the same on one process and on many."""
+    program = pair[0].apply([], "test")[0]
+    whole = View(program)
+    before = {n: p.detach().clone() for n, p in whole.named_parameters()}
+    with nudged(whole, 3):
+        moved = {n: p.detach() - before[n] for n, p in whole.named_parameters()}
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        view = View(program)
+        World(1, 2, torch.device("cpu")).shard(view, program.module())
+        held = {n: (local(p).detach(), local(p).detach().clone()) for n, p in view.named_parameters()}
+        with nudged(view, 3):
+            for name, (now, was) in held.items():
+                assert torch.allclose(now - was, moved[name].chunk(2)[1], atol=1e-9), name
+        assert all(torch.equal(now, was) for now, was in held.values())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_usual_rate_grows_with_the_gap_and_falls_with_the_stiffness() -> None:
@@ -218,6 +246,28 @@ def test_a_run_that_is_killed_in_its_trials_goes_on(
     assert again.report.losses == whole.report.losses and again.report.rates == whole.report.rates
     assert again.report.tokens == whole.report.tokens
     assert len(seen) == len(set(seen)) and seen[0] == (phase, step)
+
+
+@pytest.mark.exhaustive
+def test_two_processes_choose_the_rates_of_one(pair: Any, text: str, tmp_path: Path) -> None:
+    pair[1].save(tmp_path / "peri.pt2")
+    alone = lnr.heal(*pair, text, **SMALL).report
+    both = [started(chosen, rank, text, tmp_path) for rank in range(2)]
+    for process in both:
+        process.join(300)
+    assert [process.exitcode for process in both] == [0, 0]
+    report = json.loads((tmp_path / "report.json").read_text())
+    for name in ("lr", "gain_lr", "control_lr"):
+        assert report["recipe"][name] == pytest.approx(alone.recipe[name], rel=1e-4), name
+
+
+def chosen(rank: int, text: str, folder: Path) -> None:
+    """Run in each of two processes: heal with no rate given, and let the first write the report."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(28700 + os.getppid() % 400), "WORLD_SIZE": "2"}
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK="0")
+    found = lnr.heal(lnr.load("zoo:short_gpt"), lnr.load(str(folder / "peri.pt2")), text, **SMALL, run=folder / "run")
+    if rank == 0:
+        (folder / "report.json").write_text(json.dumps(found.report.to_dict()))
 
 
 # ---- budgets ----

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..backends.torch.module import CapturedModule, stored
 from ..errors import Code, UsageError
@@ -116,3 +117,15 @@ class World:
                 held = stored(module, view.origin(name))
                 assert isinstance(held, nn.Parameter)
                 held.data = whole.detach().clone()
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return what this process holds of a parameter: all of it, or its part where it is sharded."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the part of a tensor that this process would hold if it were sharded as a parameter of its shape is."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()

@@ -13,7 +13,7 @@ from ..backends.inputs import Tensors
 from ..errors import Code, LnrewriteError
 from ..pipeline.results import Json
 from ..quiet import LOGGER
-from .distributed import World
+from .distributed import World, local, part_of
 from .losses import Mix, Objective
 from .snapshots import Snapshots
 from .sources import BatchSource, number
@@ -98,7 +98,7 @@ class Harm:
 
         def both(batch: Tensors, index: int) -> tuple[ViewOutput, ViewOutput]:
             before = self._run(one, batch)
-            with nudged(one.view, number(seed, -2, index, self.world.rank)):
+            with nudged(one.view, number(seed, -2, index)):
                 return before, self._run(one, batch)
 
         return self._mean(both)
@@ -120,16 +120,19 @@ class Harm:
 
 @contextmanager
 def nudged(view: View, seed: int) -> Iterator[None]:
-    """Move every weight of a view's matrices by `NUDGE`, of a random sign, and back; of a sharded one here its part."""
-    torch.manual_seed(seed)
-    here = [getattr(p, "to_local", lambda p=p: p)().detach() for p in view.parameters() if p.dim() >= 2]
-    was = [tensor.clone() for tensor in here]
+    """Move every weight of a view's matrices by `NUDGE`, of a random sign, and back; the same where it is sharded."""
+    matrices = {view.origin(n): p for n, p in view.named_parameters() if p.dim() >= 2}
+    here = {name: local(p).detach() for name, p in matrices.items()}
+    was = [tensor.clone() for tensor in here.values()]
     try:
-        for tensor in here:
-            tensor.add_(torch.empty_like(tensor).bernoulli_(0.5).mul_(2).sub_(1), alpha=NUDGE)
+        for name, tensor in here.items():
+            draw = torch.Generator(tensor.device).manual_seed(number(seed, name))
+            shape = matrices[name].shape
+            up = torch.randint(2, shape, generator=draw, dtype=torch.int8, device=tensor.device)
+            tensor.add_(part_of(up, matrices[name]).to(tensor.dtype).mul_(2).sub_(1), alpha=NUDGE)
         yield
     finally:
-        for tensor, value in zip(here, was, strict=True):
+        for tensor, value in zip(here.values(), was, strict=True):
             tensor.copy_(value)
 
 

@@ -27,7 +27,7 @@ ROWS = 256
 """At most so many rows are held out; of an iterable, its first eight batches."""
 
 
-def number(*key: int) -> int:
+def number(*key: int | str) -> int:
     """Return a seed of 32 bits, as many as torch's generator looks at, for a seed and what it is drawn for."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest())
 
