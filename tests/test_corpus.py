@@ -74,7 +74,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reading(**how: Any) -> Reading:
-    return Reading(4, 8, 0, **{"tokenizer": lnr_tokenizer(), "steps": 10_000, **how})
+    return Reading(4, 8, 0, **{"tokenizer": lnr_tokenizer(), "batches": 10_000, **how})
 
 
 def lnr_tokenizer(**special: str) -> Any:
@@ -117,7 +117,7 @@ def test_no_more_is_read_than_the_run_asks_for(llama: Program) -> None:
             read += 1
             yield " ".join(WORDS)
 
-    source = open_source(endless(), llama, reading(steps=3))
+    source = open_source(endless(), llama, reading(batches=3))
     assert isinstance(source, Windows) and read < 300 and len(source.tokens) > 3 * 4 * 8
 
 
@@ -170,7 +170,7 @@ def test_what_a_run_trains_on_and_measures_does_not_cross_documents(files: Path,
     found = lnr.heal(
         llama, student, str(files / "d.jsonl"), tokenizer=files / "tok", steps=2, batch_size=4, length=16, control=False
     )
-    source = open_source(str(files / "d.jsonl"), llama, Reading(4, 16, 0, lnr_tokenizer(), steps=2))
+    source = open_source(str(files / "d.jsonl"), llama, Reading(4, 16, 0, lnr_tokenizer(), batches=2))
     held = torch.cat([b["input_ids"] for b in source.held_out])
     assert found.report.targets == int((held[:, :-1] != END).sum()) < held[:, 1:].numel()
 
@@ -192,7 +192,7 @@ def test_bytes_of_documents_are_parted_by_a_blank_line(tmp_path: Path) -> None:
     program = lnr.capture(zoo.short_gpt(), kwargs=demo.calibration(1)[0])
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"body": t}) + "\n" for t in TEXTS))
-    source = open_source(str(path), program, Reading(4, 8, 0, field="body", steps=10_000))
+    source = open_source(str(path), program, Reading(4, 8, 0, field="body", batches=10_000))
     assert isinstance(source, Windows) and source.end is None
     assert bytes(source.tokens.tolist()) == "".join(t + "\n\n" for t in TEXTS).encode()[: len(source.tokens)]
 

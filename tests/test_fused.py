@@ -109,21 +109,21 @@ def test_no_copy_of_the_logits_is_made_but_for_their_gradient(monkeypatch: pytes
     assert watch.count == 1 and mine.grad is not None
 
 
-def plainly_apart(mine: Tensor, its: Tensor, centred: bool) -> Tensor:
-    norm: Callable[..., Tensor] = F.layer_norm if centred else F.rms_norm
+def plainly_apart(mine: Tensor, its: Tensor, centered: bool) -> Tensor:
+    norm: Callable[..., Tensor] = F.layer_norm if centered else F.rms_norm
     both = [norm(x, x.shape[-1:], eps=fused.TINY) for x in (mine, its)]
     return (both[0] - both[1]).square().mean(-1)
 
 
-@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize(("shape", "noise"), [((6, 8), 1.0), ((2, 3, 17), 1e-3), ((5, 128), 0.1)])
-def test_states_are_as_far_apart_as_their_norms_say(shape: tuple[int, ...], noise: float, centred: bool) -> None:
+def test_states_are_as_far_apart_as_their_norms_say(shape: tuple[int, ...], noise: float, centered: bool) -> None:
     """With a mean and sizes that differ by token, which a norm takes out of value and gradient."""
     draw = torch.Generator().manual_seed(1)
     mine = torch.randn(shape, generator=draw, dtype=torch.float64).exp() * torch.logspace(-2, 2, shape[-2])[:, None]
     its = mine * (1 + noise * torch.randn(shape, generator=draw, dtype=torch.float64))
     mine.requires_grad_()
-    ours, theirs = apart(mine, its, centred), plainly_apart(mine, its, centred)
+    ours, theirs = apart(mine, its, centered), plainly_apart(mine, its, centered)
     assert torch.allclose(ours, theirs, rtol=1e-9, atol=0)
     assert torch.allclose(slope((ours, ours), mine), slope((theirs, theirs), mine), rtol=1e-8, atol=1e-12)
 

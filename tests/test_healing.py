@@ -368,6 +368,19 @@ def test_a_checkpoint_runs_nothing(tmp_path: Path, where: str) -> None:
     assert not (tmp_path / "sign").exists()
 
 
+def test_steps_of_seven_digits_have_checkpoints_too(tmp_path: Path) -> None:
+    """A run of more than 999,999 steps goes on, and leaves nothing behind."""
+    module = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(module.parameters())
+    held = snapshots.Snapshots(tmp_path / "run", World(0, 1, torch.device("cpu")), {}, resume=False)
+    for step in (999_999, 1_000_000):
+        held.save("global", step, module, optimizer)
+    assert [p.name for p in (tmp_path / "run").glob("global-*")] == ["global-1000000"]
+    assert held.load("global", module, optimizer) == 1_000_000
+    held.end()
+    assert not list((tmp_path / "run").glob("global-*"))
+
+
 # ---- many processes ----
 
 

@@ -17,7 +17,7 @@ import lnrewrite as lnr
 import zoo
 from commands import started
 from lnrewrite import demo
-from lnrewrite.healing import budget
+from lnrewrite.healing import budget, rates
 from lnrewrite.healing.budget import divided
 from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.distributed import World, local
@@ -210,11 +210,17 @@ def test_the_budget_holds_the_trials_and_the_report_tells_them(
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_trials_leave_the_run_as_if_the_rate_had_been_given(pair: Any, text: str, short_trials: None) -> None:
+@pytest.mark.parametrize("diverges", [False, True])
+def test_trials_leave_the_run_as_if_the_rate_had_been_given(
+    diverges: bool, pair: Any, text: str, monkeypatch: pytest.MonkeyPatch, short_trials: None
+) -> None:
+    """Also one whose loss was not finite, and that ended with gradients."""
+    if diverges:
+        monkeypatch.setattr(rates, "lowest", lambda loss_at, start: start if math.isinf(loss_at(1e15)) else 0.0)
     found = lnr.heal(*pair, text, **TRIED, control=False)
     given = {key: found.report.recipe[key] for key in ("steps", "lr", "gain_lr")}
     again = lnr.heal(*pair, text, **TRIED | given | {"tokens": None}, control=False)
-    assert again.report.rates["student"]["trials"] == 0
+    assert again.report.rates["student"]["trials"] == 0 < found.report.rates["student"]["trials"]
     ours, theirs = (dict(each.program.module().named_parameters()) for each in (found, again))
     assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 

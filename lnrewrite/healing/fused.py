@@ -89,20 +89,20 @@ def _parts(rows: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
-def apart(mine: Tensor, its: Tensor, centred: bool) -> Tensor:
-    """Return the mean squared distance of states [..., width] after a norm without gain, layer (centred) or rms: [...].
+def apart(mine: Tensor, its: Tensor, centered: bool) -> Tensor:
+    """Return the mean squared distance of states [..., width] after a bare norm, layer (centered) or rms: [...].
 
     No gradient goes into `its`.
     """
-    found: Tensor = _Apart.apply(mine, its, centred)
+    found: Tensor = _Apart.apply(mine, its, centered)
     return found
 
 
 class _Apart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, mine: Tensor, its: Tensor, centred: bool) -> Tensor:
-        unit, scale = _unit(mine, centred)
-        way = unit - _unit(its, centred)[0]
+    def forward(ctx: _Context, mine: Tensor, its: Tensor, centered: bool) -> Tensor:
+        unit, scale = _unit(mine, centered)
+        way = unit - _unit(its, centered)[0]
         width = mine.shape[-1]
         found = torch.linalg.vector_norm(way, dim=-1).square() / width
         if ctx.needs_input_grad[0]:  # the norm takes out what lies along the state; the mean is out already
@@ -118,10 +118,10 @@ class _Apart(torch.autograd.Function):
         return slope * by_row[..., None], None, None
 
 
-def _unit(x: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
+def _unit(x: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
     """Return [..., width] with mean square one, and what it was multiplied by, [..., 1]."""
     high = x.to(torch.promote_types(x.dtype, torch.float32))
-    if centred:
+    if centered:
         high = high - high.mean(-1, keepdim=True)
     scale = (torch.linalg.vector_norm(high, dim=-1, keepdim=True).square() / x.shape[-1] + TINY).rsqrt()
     return high * scale, scale

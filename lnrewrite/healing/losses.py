@@ -80,13 +80,13 @@ class Objective:
     """Compare a student with targets and teacher.
 
     `ids` names the tokens whose successors a causal model predicts, or is empty; `masks` the inputs that say which
-    tokens count; `centred` whether states are compared without their mean, as layer norms see them. `end`: the id
+    tokens count; `centered` whether states are compared without their mean, as layer norms see them. `end`: the id
     whose successor is no target, for it is of another document; None where there is none.
     """
 
     ids: str
     masks: tuple[str, ...]
-    centred: bool
+    centered: bool
     end: int | None = None
 
     @classmethod
@@ -122,7 +122,7 @@ class Objective:
             found["kl"] = self.divergence(student.outputs, copied.outputs, batch)
         if mix.hidden and teacher:
             pairs = [(s, teacher.states[n]) for n, s in student.states.items() if n in teacher.states]
-            found["hidden"] = torch.stack([self._mean(apart(s, t, self.centred), batch) for s, t in pairs]).mean()
+            found["hidden"] = torch.stack([self._mean(apart(s, t, self.centered), batch) for s, t in pairs]).mean()
         if mix.spread and student.spread is not None:
             found["spread"] = student.spread
         return found

@@ -32,8 +32,8 @@ class Reading:
     """Say how DATA are read.
 
     rows: of a batch. length: tokens of a window cut from a text, None the model's. tokenizer: in place of the model's
-    own. field: what holds the text of a document, in .jsonl, .parquet and mappings. steps: how many batches are asked
-    for; of documents at most twice their tokens are read.
+    own. field: what holds the text of a document, in .jsonl, .parquet and mappings. batches: how many are asked for;
+    of documents at most twice their tokens are read.
     """
 
     rows: int
@@ -41,14 +41,14 @@ class Reading:
     seed: int
     tokenizer: Tokenizer | Ready | None = None
     field: str = "text"
-    steps: int = 0
+    batches: int = 0
 
     def corpus(self, program: Program, name: str) -> Corpus:
         """Return DATA as a program's tokens."""
         data = Data.of(program, name, self.length)
         if self.tokenizer:
             data = replace(data, tokenizer=self.tokenizer, byte_level=False)
-        return Corpus(data, (2 * self.steps * self.rows + ROWS) * data.window)
+        return Corpus(data, (2 * self.batches * self.rows + ROWS) * data.window)
 
 
 def tokenizer_named(given: object) -> Tokenizer | Ready | None:

@@ -10,7 +10,7 @@ from ..layout import aligned
 from ..pipeline.results import Drift, Json
 
 MEASURES = ("mean", "median", "p999")
-COLOURS = {"local": "#888888", "global": "#1f6fb4", "control": "#d0701e"}
+COLORS = {"local": "#888888", "global": "#1f6fb4", "control": "#d0701e"}
 WIDE, HIGH, EDGE = 760, 320, 48
 
 
@@ -120,9 +120,9 @@ def picture(rows: Sequence[Json], title: str) -> str:
             f"{EDGE + row['step'] * across:.1f},{HIGH - EDGE - (min(row['loss'], high) - low) * up:.1f}"
             for row in rows if row["phase"] == phase
         )  # fmt: skip
-        colour = COLOURS.get(phase, "#444444")
-        lines.append(f'<polyline fill="none" stroke="{colour}" points="{points}"/>')
-        legend.append(f'<text x="{EDGE + 90 * index}" y="20" fill="{colour}">{escape(phase)}</text>')
+        color = COLORS.get(phase, "#444444")
+        lines.append(f'<polyline fill="none" stroke="{color}" points="{points}"/>')
+        legend.append(f'<text x="{EDGE + 90 * index}" y="20" fill="{color}">{escape(phase)}</text>')
     ends = [f'<text x="4" y="{EDGE}">{high:.3f}</text>', f'<text x="4" y="{HIGH - EDGE}">{low:.3f}</text>']
     ends.append(f'<text x="{WIDE - 2 * EDGE}" y="{HIGH - 16}">step {last}</text>')
     body = "".join([*legend, *ends, *lines])

@@ -16,6 +16,7 @@ from ..backends.torch.capture import evaluating
 from ..data.batches import Data
 from ..errors import Code, UsageError
 from ..models.program import Program
+from ..pipeline.results import Json
 from ..quiet import LOGGER
 from .budget import Budget, Wanted, divided
 from .config import HealingConfig
@@ -84,40 +85,65 @@ def heal(
     if run:
         check_run(Path(run), resume, restart)
     target = output_named(output, force)
+    given = _Given(plan, data, held_out, length, tokenizer, field, run, resume, restart)
     world = World.join(device, (plan.batch_size or 0) // plan.accumulate)
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
-        first, second = (program_of(model, kwargs, world.device) for model in (teacher, student))
-        for program in (first, second):
+        programs = [program_of(model, kwargs, world.device) for model in (teacher, student)]
+        for program in programs:
             stack.enter_context(evaluating(program.module()))
-        (pair := Pair(first, second)).check()
-        wanted = Wanted.of(plan, Data.of(first, "data", length).window, world.size)
-        micro = wanted.rows // plan.accumulate
-        reading = Reading(micro, length, plan.seed, tokenizer_named(tokenizer), field, wanted.batches)
-        source = open_source(data, first, reading)
-        held, kept = divided(source.held_out, all(0 in each.free for each in first.spec))
-        if held_out:
-            kept = held_out_of(held_out, first, reading)
-        measured = [world.here(batch) for batch in kept]
-        budget = Budget.of(plan, source.batch(0), held)
-        asked = {**asdict(plan), "length": length, "held_out": held_out, "processes": world.size}
-        asked |= {"data": data if isinstance(data, str) else "given", "student": _digest(second), "field": field}
-        asked |= {"tokenizer": str(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer is not None}
-        folder = run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
-        objective = replace(Objective.of(first, measured[0]), end=source.end)
-        mix = mix_of(plan, objective.has_task(measured[0]))
-        snapshots = Snapshots(Path(folder), world, asked, resume, restart)
-        stack.callback(snapshots.leave)
-        living = LivingStudent.of((teacher, student), pair, plan)
-        healing = Healing(pair, source, held, measured, budget, plan, world, snapshots, objective, mix, living)
+        (pair := Pair(*programs)).check()
+        healing = given.healing(pair, world, stack)
+        healing.living = LivingStudent.of((teacher, student), pair, plan)
         healed, report = healing.run()
-        module = living.take(healed, healing.shown) if living else healed.module()
+        module = healing.living.take(healed, healing.shown) if healing.living else healed.module()
         if target and world.first:
             LOGGER.info(f"writing {target}")
             target.write(healed, module, healing.shown)
-        snapshots.end()
+        healing.snapshots.end()
     report = replace(report, run=str(run) if run else None, output=str(target) if target else None)
     return Healed(healed, module, report)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Hold what `heal` was given beside its models."""
+
+    plan: HealingConfig
+    data: object
+    held_out: str | None
+    length: int | None
+    tokenizer: object
+    field: str
+    run: str | Path | None
+    resume: bool
+    restart: bool
+
+    def healing(self, pair: Pair, world: World, stack: contextlib.ExitStack) -> Healing:
+        """Return the healing of a pair, its data and its folder opened; `stack` closes what it opens."""
+        plan, teacher = self.plan, pair.teacher
+        wanted = Wanted.of(plan, Data.of(teacher, "data", self.length).window, world.size)
+        micro = wanted.rows // plan.accumulate
+        reading = Reading(micro, self.length, plan.seed, tokenizer_named(self.tokenizer), self.field, wanted.batches)
+        source = open_source(self.data, teacher, reading)
+        held, kept = divided(source.held_out, all(0 in each.free for each in teacher.spec))
+        if self.held_out:
+            kept = held_out_of(self.held_out, teacher, reading)
+        measured = [world.here(batch) for batch in kept]
+        budget = Budget.of(plan, source.batch(0), held)
+        folder = self.run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
+        objective = replace(Objective.of(teacher, measured[0]), end=source.end)
+        mix = mix_of(plan, objective.has_task(measured[0]))
+        snapshots = Snapshots(Path(folder), world, self.asked(pair.student, world), self.resume, self.restart)
+        stack.callback(snapshots.leave)
+        return Healing(pair, source, held, measured, budget, plan, world, snapshots, objective, mix)
+
+    def asked(self, student: Program, world: World) -> Json:
+        """Return what has to be the same where a run goes on."""
+        asked = {**asdict(self.plan), "length": self.length, "held_out": self.held_out, "processes": world.size}
+        asked |= {"data": self.data if isinstance(self.data, str) else "given", "student": _digest(student)}
+        named = isinstance(self.tokenizer, str | Path)
+        return asked | {"field": self.field, "tokenizer": str(self.tokenizer) if named else self.tokenizer is not None}
 
 
 def mix_of(config: HealingConfig, task: bool) -> Mix:

@@ -24,7 +24,7 @@ from ..quiet import quiet
 from .distributed import World
 from .reading import Planner, Reader
 
-CHECKPOINT = re.compile(r"\.?(local|global|control)-\d{6}")
+CHECKPOINT = re.compile(r"\.?(local|global|control)-\d{6,}")
 """The names of checkpoints; one that is being written starts with a dot."""
 
 

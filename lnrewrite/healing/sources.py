@@ -57,7 +57,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def batch(self, index: int) -> Tensors:
-        """Return the batch of that number; numbers are asked for in rising order."""
+        """Return the batch of that number; rising numbers are cheap, an earlier one may read everything again."""
 
 
 class Windows(BatchSource):

@@ -127,12 +127,12 @@ def _item(pair: tuple[Tensor, ...], index: int) -> Tensor:
 
 def tapered(
     x: Tensor, powers: Tensor, index: int, gamma: Tensor | None, beta: Tensor | None,
-    centred: bool, eps: float, plus_one: bool, rho: float, bare: bool,
+    centered: bool, eps: float, plus_one: bool, rho: float, bare: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return E[log(s / rho)^2] and T_t(x), t = powers[index]; computed in float32 at least, returned as x is."""
     high = x.to(torch.promote_types(x.dtype, torch.float32))
     t = powers[index].to(high.dtype)
-    mean = high.mean(-1, keepdim=True) if centred else torch.zeros((), dtype=high.dtype, device=high.device)
+    mean = high.mean(-1, keepdim=True) if centered else torch.zeros((), dtype=high.dtype, device=high.device)
     log = 0.5 * ((high - mean).square().mean(-1, keepdim=True) + eps).log() - math.log(rho)
     y = (high - t * mean) * torch.exp(-t * log)
     if not bare:
