@@ -14,6 +14,7 @@ import pytest
 import torch
 from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 import lnrewrite as lnr
@@ -141,6 +142,18 @@ def test_rows_of_arrays_stay_on_the_disk(tmp_path: Path, llama: Program) -> None
 # ---- documents are kept apart ----
 
 
+class Placed(nn.Module):
+    """Take positions that part nothing: every token sees all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.places = zoo.short_gpt(), nn.Embedding(128, 256)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        found: Tensor = self.model(input_ids) + self.places(position_ids)
+        return found
+
+
 def test_documents_do_not_see_each_other_where_a_model_takes_positions(llama: Program) -> None:
     data = reading().corpus(llama, "data").data
     assert apart(llama, data, END) and not apart(llama, data, None)
@@ -150,6 +163,9 @@ def test_documents_do_not_see_each_other_where_a_model_takes_positions(llama: Pr
         captured("llama", *("position_ids", "attention_mask")),
     ):
         assert not apart(other, reading().corpus(other, "data").data, END)
+    ids = torch.randint(4, 60, (2, 16), generator=torch.Generator().manual_seed(0))
+    placed = lnr.capture(Placed(), kwargs={"input_ids": ids, "position_ids": torch.arange(16).expand_as(ids)})
+    assert not apart(placed, reading().corpus(placed, "data").data, END)
     batch = open_source(TEXTS, llama, reading()).batch(5)
     ids, places = batch["input_ids"], batch["position_ids"]
     for row, counted in zip(ids.tolist(), places.tolist(), strict=True):

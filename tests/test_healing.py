@@ -286,6 +286,17 @@ def test_a_loss_that_is_not_finite_stops_at_a_step_and_a_block(pair: Any, text: 
     assert [p.name for p in (tmp_path / "run").glob("global-*")] == [f"global-{step - 1:06d}"]
 
 
+@pytest.mark.parametrize("how", [{"local_steps": 2}, {"losses": "hidden=1"}])
+def test_a_training_that_could_change_nothing_is_refused_before(
+    how: dict[str, Any], pair: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without norms in the blocks no state depends on a norm; the final one stands behind the last."""
+    bare = lnr.Pipeline.parse("place{to=none}").run(pair[0], demo.calibration(2)).program
+    monkeypatch.setattr(snapshots.Snapshots, "log", lambda self, row: pytest.fail("it was trained"))
+    with pytest.raises(lnr.UsageError, match="LN003 train=norms.*none of the losses"):
+        lnr.heal(pair[0], bare, text, **SMALL, **how, train="norms", control=False)
+
+
 @pytest.mark.parametrize("bad", [0, 2])
 def test_the_micro_batch_whose_loss_is_not_finite_is_the_one_that_is_looked_at(
     bad: int, pair: Any, text: str, monkeypatch: pytest.MonkeyPatch

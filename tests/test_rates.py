@@ -284,6 +284,8 @@ def test_two_of_tokens_steps_and_rows_make_the_third(pair: Any, text: str) -> No
     for how in rows:
         report = lnr.heal(*pair, text, **how, length=32, control=False).report
         assert (report.recipe["steps"], report.recipe["batch_size"], report.tokens) == (8, 4, 8 * 4 * 32)
+    report = lnr.heal(*pair, text, **rows[2], length=32, local_steps=2, control=False).report
+    assert (report.recipe["steps"], report.tokens) == (8, 10 * 4 * 32)  # what was asked for is all of the global phase
     with pytest.raises(lnr.UsageError, match="LN003 tokens"):
         HealingConfig(tokens=100, steps=1, batch_size=2)
 

@@ -62,7 +62,7 @@ KINDS = {
     "drop_final": {"drop_final": True},
     "progressive": {"progressive": True, "stages": ("mlp", "attention")},
     "hidden": {"losses": "hidden=1", "local_steps": STEPS["local"]},  # the head gets no gradient at all
-    "norms": {"train": "norms", "local_steps": STEPS["local"], "accumulate": 2},
+    "norms": {"train": "norms", "accumulate": 2},
 }
 AT = [(kind, phase, step) for kind in KINDS for phase in STEPS for step in (1, 3, STEPS[phase])]
 SAMPLE = [("local", "local", 3), ("hidden", "global", 1), ("local", "control", 3), ("progressive", "global", 3)]

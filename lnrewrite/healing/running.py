@@ -35,7 +35,12 @@ from .view import View
 
 @dataclass
 class Healing:
-    """Hold one healing from its checks to its figures; `heal` says what the fields mean."""
+    """Hold one healing from its checks to its figures.
+
+    source: what is trained on. held: rows to choose rates on, may be empty. measured: rows to report, on the device of
+    `world`. objective, mix: what is learned. living: the student where that is a module in Python. gap: how far the
+    student is from its teacher before the training, in nats.
+    """
 
     pair: Pair
     source: BatchSource
@@ -89,13 +94,14 @@ class Healing:
         if not self.config.losses and self.mix.task:
             self.mix = Mix.usual(self.gap, self.budget.steps(0))
         phase = self.phase("global", student, teacher, self.mix, names, sizes)
+        phase.check(self.source, self.world)
         spent = self.config.local_steps * self.budget.step
         if self.config.local_steps:
             student.view.detached = True
             touched = self.pair.trained(working, "touched") & names
-            self.train(
-                replace(phase, name="local", mix=Mix(hidden=1.0), trained=touched, tapers=()), self.config.local_steps
-            )
+            local = replace(phase, name="local", mix=Mix(hidden=1.0), trained=touched, tapers=())
+            local.check(self.source, self.world)
+            self.train(local, self.config.local_steps)
             student.view.detached = False
         rates = {"student": self.chosen(phase)}
         steps = self.budget.steps(spent + rates["student"].tokens)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..backends.inputs import Tensors
 from ..backends.torch.feeding import flat_inputs
-from ..errors import Code, Exit, LnrewriteError
+from ..errors import Code, Exit, LnrewriteError, UsageError
 from ..models.program import Program
 from ..quiet import LOGGER
 from .budget import tokens_of
@@ -102,20 +102,30 @@ class Phase:
                     raise Stopped(self.name, step)
         self.taper(self.steps)
 
+    def check(self, source: BatchSource, world: World) -> None:
+        """Raise UsageError LN003 where no loss depends on what is trained: the norms, where norms are gone."""
+        self.marked()
+        terms = self.terms(world.share(source.batch(0)), 1.0)
+        world.reshard(self.student.view)
+        if not self.total(terms).requires_grad:
+            why = f"none of the losses of the {self.name} phase ({', '.join(terms)}) depends on what it trains"
+            raise UsageError(Code.LN003, f"train={self.config.train}", why, "train more (all), or give other losses")
+
+    def marked(self) -> list[tuple[str, nn.Parameter]]:
+        """Return what is trained, by its name in the model; the rest takes no gradient."""
+        view = self.student.view
+        for name, parameter in view.named_parameters():
+            parameter.requires_grad_(view.origin(name) in self.trained)
+        return [(view.origin(n), p) for n, p in view.named_parameters() if p.requires_grad]
+
     def optimizer(self) -> torch.optim.AdamW:
         """Return AdamW over what is trained: matrices decay alike, gains and biases do not."""
-        view = self.student.view
-        named = list(view.named_parameters())
-        for name, parameter in named:
-            parameter.requires_grad_(view.origin(name) in self.trained)
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
-        for name, parameter in named:
-            if not parameter.requires_grad:
-                continue
+        for name, parameter in self.marked():
             if parameter.dim() < 2:
                 groups[self.lr * self.gain_lr, 0.0].append(parameter)
             else:
-                size = self.sizes.get(view.origin(name), 1.0)
+                size = self.sizes.get(name, 1.0)
                 groups[self.lr * size, self.config.weight_decay / size].append(parameter)
         rows = [{"params": p, "initial_lr": lr, "weight_decay": decay} for (lr, decay), p in groups.items()]
         return torch.optim.AdamW(rows, betas=(0.9, 0.95), fused=True)
