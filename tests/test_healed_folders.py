@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +151,9 @@ def test_what_cannot_be_written_is_told_before_the_training(
     fails("LN025", 1, *base, "-o", "mine", "--force")
     fails("LN025", 1, *base, "-o", "nowhere/healed")
     fails("LN025", 1, *base, "-o", made / "llama-peri" / "healed")
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+        fails("LN025", 1, *base, "-o", "healed")
     fails("LN022", 1, *base, "-o", "healed", "--tokenizer", "nowhere")
     fails("LN022", 1, *base, "-o", "healed", "--field", "body")
     fails("LN602", 1, "heal", "demo:tinygpt", *base[2:], "-o", "healed", "--progressive")

@@ -116,10 +116,21 @@ def test_what_a_graph_does_not_hold_stays_as_it_was() -> None:
     assert found.module is student and torch.equal(student.spare.weight, spare)
 
 
-def test_a_module_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The student is compared with its graph on real data, before the training and after it."""
+@pytest.mark.parametrize("option", ["plain", "progressive"])
+def test_a_module_that_is_not_its_graph_is_refused_before(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that its capture did not see changes what it computes."""
     teacher, student, batches = pair("tinygpt", "peri")
-    log, spoiled = Snapshots.log, copy.deepcopy(student)
+    monkeypatch.setattr(Snapshots, "log", lambda self, row: pytest.fail("it was trained"))
+    for model in (teacher, student):
+        model.register_forward_hook(lambda m, a, output: output if torch.compiler.is_exporting() else 1.01 * output)
+    with pytest.raises(lnr.LnrewriteError, match=r"LN602 .*cannot compute in Python"):
+        heal(teacher, student, batches, **OPTIONS[option])
+
+
+def test_a_module_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The student is compared with its graph on real data after the training, too."""
+    teacher, student, batches = pair("tinygpt", "peri")
+    log = Snapshots.log
 
     def spoil(self: Snapshots, row: Any) -> None:
         log(self, row)
@@ -128,4 +139,3 @@ def test_a_module_that_computes_something_else_is_told(monkeypatch: pytest.Monke
     monkeypatch.setattr(Snapshots, "log", spoil)
     with pytest.raises(lnr.LnrewriteError, match="LN313 .*from those of its graph"):
         heal(teacher, student, batches)
-    del spoiled
