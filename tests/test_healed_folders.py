@@ -164,4 +164,4 @@ def test_what_cannot_be_written_is_told_before_the_training(
 def test_a_file_comes_out_of_folders_too(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "healed.pt2"
     ok("heal", made / "llama", converted(made, "llama", "peri"), "--data", made / "d.jsonl", *HOW, "-o", out, "-q")
-    assert lnr.load(out).inspect()["placement"] == "peri"
+    assert out.is_file() and lnr.load(out).inspect()["placement"] == "peri"
