@@ -14,7 +14,7 @@ import lnrewrite as lnr
 torch.manual_seed(0)
 config = GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=256, n_positions=64, bos_token_id=0, eos_token_id=0)
 model = GPT2LMHeadModel(config).eval()
-batches = [{"input_ids": torch.randint(0, 256, (4, 32))} for _ in range(8)]  # the first six fit, two measure
+batches = [{"input_ids": torch.randint(0, 256, (4, 32))} for _ in range(8)]  # the last one measures
 
 program = lnr.capture(model, kwargs=batches[0])
 result = lnr.Pipeline.parse("place{to=peri}").run(program, batches)

@@ -88,7 +88,7 @@ def main(to: tuple[str, ...], steps: int, batch_size: int, lr: float, threads: i
     with tempfile.TemporaryDirectory() as temporary:
         torch.save(data, Path(temporary) / "sentences.pt")
         for placement in to:
-            student = lnr.Pipeline.parse(f"place{{to={placement}}}").run(teacher, calibrate).program
+            student = lnr.Pipeline.parse(f"place{{to={placement} fit=constants}}").run(teacher, calibrate).program
             before, started = spearman(wanted, embedded(student.module(), held)), time.perf_counter()
             recipe = {
                 "steps": steps,

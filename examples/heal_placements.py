@@ -29,11 +29,11 @@ from lnrewrite import demo
 from lnrewrite.models.program import Program
 
 TO = {
-    "post": "place{to=post}",
-    "peri": "place{to=peri}",
-    "none": "place{to=none}",
-    "output": "place{to=output}",
-    "peri, back to pre": "place{to=peri},place{to=pre}",
+    "post": "place{to=post fit=constants}",
+    "peri": "place{to=peri fit=constants}",
+    "none": "place{to=none fit=constants}",
+    "output": "place{to=output fit=constants}",
+    "peri, back to pre": "place{to=peri fit=constants},place{to=pre fit=constants}",
 }
 NORM_FREE = {"no block norms": {}, "no norms at all": {"drop_final": True}}
 WINDOW = 128
@@ -118,7 +118,7 @@ def healing(job: dict) -> tuple[Program, Program]:
     how |= {"control": False, "seed": job["seed"], "held_out": job["held_out"]}
     if job["kind"] == "control":
         return teacher, lnr.heal(teacher, teacher, job["text"], **how).program
-    text = TO.get(job["kind"], "place{to=none}")
+    text = TO.get(job["kind"], "place{to=none fit=constants}")
     student = lnr.Pipeline.parse(text).run(teacher, demo.calibration(16, seed=job["seed"])).program
     if job["start"] == "naive":
         student = naive(teacher, student)

@@ -78,7 +78,7 @@ def steps_of(model: nn.Module, to: str, rows: int) -> dict[str, Step]:
     draw = torch.Generator().manual_seed(0)
     batches = [{"input_ids": torch.randint(vocab, (rows, LENGTH), generator=draw)} for _ in range(BATCHES + 8)]
     teacher = lnr.capture(model, kwargs=batches[0])
-    student = lnr.Pipeline.parse(f"place{{to={to}}}").run(teacher, batches[:4]).program
+    student = lnr.Pipeline.parse(f"place{{to={to} fit=constants}}").run(teacher, batches[:4]).program
     source = open_source(batches, teacher, Reading(rows, LENGTH, 0))
     objective, config, world = Objective.of(teacher, batches[0]), HealingConfig(), World(0, 1, torch.device("cpu"))
     rehearsed = Rehearsed(source, config.rehearse, teacher.id_limits(), objective, config.seed)

@@ -28,6 +28,7 @@ Rooms, a floor a line; imports go down only, and import-linter holds it (pyproje
     models/                       a model with its picture: captured from torch, or read from ONNX
     export/                       the forms that norms have in ONNX, and what a target runs best
     data/, comparison/            what a model is called with; how far two models are apart, and proofs
+    reconstruction/               beside them: fits a converted model's branches to data, block by block
     backends/                     lift a graph, apply edits to it: torch.fx and ONNX
     algebra/                      what passes share: changes of basis, placements, fitted gains
     detect/, pipeline/, testing/  norms and blocks recognized; the run loop, its text and report; a reference machine

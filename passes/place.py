@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from lnrewrite.algebra.placement import WRITABLE, Conversion, switches, usual_norm
@@ -17,6 +17,9 @@ WANTED = {
     Placement.OUTPUT: {Where.OUT},
     Placement.NONE: set[Where](),
 }
+
+OFFSET = 8.0
+"""How large a constant goes before a norm at the end of a branch, in sizes of the branch."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,12 @@ class Place(Pass):
     to: Literal["pre", "post", "peri", "output", "none"]
     norm: Literal["auto", "layer", "rms"] = "auto"
     blocks: str | None = None
+    fit: Literal["reconstruct", "constants"] = "reconstruct"
+
+    @property
+    def plainer(self) -> Pass | None:
+        """Return the conversion with constants alone, where this one has the branches' weights fitted."""
+        return replace(self, fit="constants") if self.fit == "reconstruct" else None
 
     def plan(self, stream: Stream, context: Context) -> Proposal:
         """Return the edits that take the selected blocks of a stream to `to`."""
@@ -92,7 +101,8 @@ class Place(Pass):
             return Proposal((), tuple(refusals), tuple(skipped))
         norms = (site.norm for _, site in stream.sites() if site.where is not Where.INNER)
         kind, eps, beta = usual_norm(norms, self.norm)
-        conversion = Conversion(stream, context, {b.name: WANTED[target] for b in moving}, kind, eps, beta)
+        offset = OFFSET if self.fit == "reconstruct" and context.fits else 0.0
+        conversion = Conversion(stream, context, {b.name: WANTED[target] for b in moving}, kind, eps, beta, offset)
         edits = conversion.edits()
         if conversion.refusals:
             refusals += conversion.refusals

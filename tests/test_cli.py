@@ -157,8 +157,10 @@ def test_alike_layers_fold_whatever_their_period() -> None:
 
 
 def test_convert_writes_what_verify_compares() -> None:
-    shown = ok("convert", TINY, "--to", "peri", "-o", "peri", "--calibrate", "lnrewrite.demo:calibration").stdout
-    assert shown.startswith("pipeline   place{to=peri}\nwritten    peri.pt2\nplacement  pre -> peri\n")
+    data = ("--calibrate", "lnrewrite.demo:calibration", "--fit", "constants")
+    shown = ok("convert", TINY, "--to", "peri", "-o", "peri", *data).stdout
+    start = "pipeline   place{to=peri fit=constants}\nwritten    peri.pt2\nplacement  pre -> peri\n"
+    assert shown.startswith(start)
     assert "lnrewrite.demo:calibration data, held out" in " ".join(shown.split())
     assert json.loads(ok("inspect", "peri.pt2", "--json").stdout)["placement"] == "peri"
     assert ok("verify", TINY, "peri.pt2", "--tolerance", "calibrated", "-q").stdout == "within\n"
@@ -188,7 +190,9 @@ def test_partial_writes_what_could_be_done_and_says_so() -> None:
 
 def test_text_calibrates_a_model_that_reads_bytes() -> None:
     Path("some.txt").write_bytes(demo.training_text(4096))
-    report = json.loads(ok("convert", TINY, "--to", "output", "-o", "a", "--calibrate", "some.txt", "--json").stdout)
+    data = ("--calibrate", "some.txt", "--blocks", "0-1")
+    report = json.loads(ok("convert", TINY, "--to", "output", "-o", "a", *data, "--json").stdout)
+    assert [row["blocks"] for row in report["fitted"]] == [["blocks.0.attn"], ["blocks.0.mlp"]]
     assert report["drift"]["data"] == "some.txt"
     assert Path("a.pt2").exists()
 

@@ -182,7 +182,9 @@ def test_the_command_line_from_a_model_to_a_timed_file(tmp_path: Path) -> None:
     """convert to ONNX in one go, inspect and opt the file, export it for a target, verify, bench."""
     peri, folded, cpu = (str(tmp_path / f"{name}.onnx") for name in ("peri", "folded", "cpu"))
     data = "lnrewrite.demo:calibration"
-    code, out, err = lnrewrite("convert", "zoo:short_gpt", "--to", "peri", "-o", peri, "--calibrate", data, "--json")
+    code, out, err = lnrewrite(
+        "convert", "zoo:short_gpt", "--to", "peri", "-o", peri, "--calibrate", data, "--fit", "constants", "--json"
+    )
     assert code == 0 and json.loads(out)["placement_after"] == "peri", err
     code, out, _ = lnrewrite("inspect", peri, "--json")
     assert code == 0 and json.loads(out)["placement"] == "peri" and json.loads(out)["format"] == "onnx"

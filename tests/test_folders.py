@@ -117,7 +117,7 @@ def test_a_converted_folder_holds_what_the_old_one_held(room: Path) -> None:
     before, after = weights(room / "llama"), weights(peri)
     assert before.keys() < after.keys() and all("norm_out" in key for key in after.keys() - before.keys())
     same = [key for key in before if torch.equal(before[key], after[key])]
-    assert {k for k in before if "o_proj" not in k and "down_proj" not in k} <= set(same)
+    assert {k for k in before if "layers" not in k} <= set(same)  # what was fitted lies in the branches
     assert (peri / "sub" / "notes.txt").read_text() == "carried along"
     assert (peri / "tokenizer_config.json").is_file() and not (peri / "pytorch_model.bin").exists()
     shapes = {p.name: set(load_file(p)) for p in (room / "llama").glob("*.safetensors")}

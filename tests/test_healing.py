@@ -46,7 +46,7 @@ def pair() -> tuple[Program, Program]:
     """Return two layers of demo:tinygpt and what calibration makes of them as peri."""
     data = demo.calibration(batches=4)
     teacher = lnr.capture(zoo.short_gpt(), kwargs=data[0])
-    return teacher, lnr.Pipeline.parse("place{to=peri}").run(teacher, data).program
+    return teacher, lnr.Pipeline.parse("place{to=peri fit=constants}").run(teacher, data).program
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_every_norm_goes_and_the_onnx_file_holds_none(
     import onnx
 
     teacher, _ = pair
-    none = lnr.Pipeline.parse("place{to=none}").run(teacher, demo.calibration(batches=4)).program
+    none = lnr.Pipeline.parse("place{to=none fit=constants}").run(teacher, demo.calibration(batches=4)).program
     found = lnr.heal(teacher, none, text, **SMALL, drop_final=drop, progressive=progressive, control=False)
     found.program.export(tmp_path / "none.onnx", target="generic", verify=False)
     operators = [node.op_type for node in onnx.load(tmp_path / "none.onnx").graph.node]
@@ -291,7 +291,7 @@ def test_a_training_that_could_change_nothing_is_refused_before(
     how: dict[str, Any], pair: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without norms in the blocks no state depends on a norm; the final one stands behind the last."""
-    bare = lnr.Pipeline.parse("place{to=none}").run(pair[0], demo.calibration(2)).program
+    bare = lnr.Pipeline.parse("place{to=none fit=constants}").run(pair[0], demo.calibration(2)).program
     monkeypatch.setattr(snapshots.Snapshots, "log", lambda self, row: pytest.fail("it was trained"))
     with pytest.raises(lnr.UsageError, match="LN003 train=norms.*none of the losses"):
         lnr.heal(pair[0], bare, text, **SMALL, **how, train="norms", control=False)

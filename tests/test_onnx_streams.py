@@ -46,7 +46,7 @@ def test_conversions_on_either_side_agree(family: str, tmp_path: Path) -> None:
     onnx = lnr.load(str(tmp_path / "m.onnx"))
     batches = [{k: v.roll(i, -1) for k, v in inputs.items()} for i in range(4)]
     for to in ("pre", "post", "peri", "output"):
-        pipeline = lnr.Pipeline.parse(f"place{{to={to}}}")
+        pipeline = lnr.Pipeline.parse(f"place{{to={to} fit=constants}}")
         one, two = pipeline.run(program, batches), pipeline.run(onnx, batches)
         assert one.report.placement_after == two.report.placement_after == to
         a, b = (tree_leaves(p.program.module()(**batches[0]))[0] for p in (one, two))
@@ -54,7 +54,7 @@ def test_conversions_on_either_side_agree(family: str, tmp_path: Path) -> None:
     two.program.save(tmp_path / "output.onnx")
     again = lnr.load(str(tmp_path / "output.onnx"))
     assert again.inspect()["placement"] == "output"
-    assert again.model.metadata_props["lnrewrite.pipeline"] == "place{to=output}"
+    assert again.model.metadata_props["lnrewrite.pipeline"] == "place{to=output fit=constants}"
 
 
 EXACT = {

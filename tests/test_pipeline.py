@@ -365,8 +365,9 @@ def test_without_edits_the_class_is_structural_and_nothing_is_measured(script: A
     [
         (1, ["samples 1", "drift 1 False"]),
         (2, ["samples 1", "drift 1 True"]),
-        (5, ["samples 3", "drift 2 True"]),
-        (8, ["samples 6", "drift 2 True"]),
+        (5, ["samples 4", "drift 1 True"]),
+        (8, ["samples 7", "drift 1 True"]),
+        (24, ["samples 21", "drift 3 True"]),
     ],
 )
 def test_calibration_data_are_split(script: Any, given: int, log: list[str]) -> None:

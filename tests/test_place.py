@@ -33,8 +33,8 @@ def _one_thread() -> None:
 
 
 def place(program: Any, to: str, batches: Sequence[Any] | None = None, **more: Any) -> Any:
-    """Convert, with `norm` and `blocks` as options of the pass and the rest handed to run."""
-    options = "".join(f" {k}={more.pop(k)}" for k in ("norm", "blocks") if k in more)
+    """Convert, with `norm`, `blocks` and `fit` as options of the pass and the rest handed to run."""
+    options = "".join(f" {k}={more.pop(k)}" for k in ("norm", "blocks", "fit") if k in more)
     return lnr.Pipeline.parse(f"place{{to={to}{options}}}").run(program, batches, **more)
 
 
@@ -301,12 +301,12 @@ def shuffled(batches: list[Batch]) -> list[Batch]:
 @pytest.mark.parametrize("to", rows(["peri", "output", "none"], sample=["output"]))
 def test_calibration_halves_the_naive_drift_and_needs_true_text(to: str) -> None:
     model, program, data, _ = tinygpt()
-    result = place(program, to, data)
+    result = place(program, to, data, fit="constants")
     module = result.program.module()
     fitted = moved_by(module)
     assert fitted <= 0.5 * moved_by(Naive(model, to))
     if to != "output":
-        scrambled = place(program, to, shuffled(data)).program.module()
+        scrambled = place(program, to, shuffled(data), fit="constants").program.module()
         text = demo.heldout_text()
         assert fitted < moved_by(scrambled)
         assert demo.loss(module, text, limit=48000) < demo.loss(scrambled, text, limit=48000)

@@ -36,7 +36,7 @@ def pair() -> tuple[Program, Program]:
     """Return two layers of demo:tinygpt and what calibration makes of them as peri."""
     data = demo.calibration(batches=4)
     teacher = lnr.capture(zoo.short_gpt(), kwargs=data[0])
-    return teacher, lnr.Pipeline.parse("place{to=peri}").run(teacher, data).program
+    return teacher, lnr.Pipeline.parse("place{to=peri fit=constants}").run(teacher, data).program
 
 
 @pytest.fixture(scope="module")

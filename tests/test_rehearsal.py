@@ -92,7 +92,7 @@ def test_what_the_data_lack_is_kept(tmp_path: Path) -> None:
     text.write_bytes(bytes(b for b in demo.training_text() if b < 128)[:30_000])
     calibration = demo.calibration()
     teacher = lnr.capture(zoo.short_gpt(), kwargs=calibration[0])
-    student = lnr.Pipeline.parse("place{to=peri}").run(teacher, calibration).program
+    student = lnr.Pipeline.parse("place{to=peri fit=constants}").run(teacher, calibration).program
     others = torch.randint(128, 256, (16, 64), generator=torch.Generator().manual_seed(1))
     objective = Objective("input_ids", (), True)
 

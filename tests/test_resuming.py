@@ -26,7 +26,7 @@ def pair() -> tuple[Program, Program]:
     """Return two layers of demo:tinygpt and what calibration makes of them as none."""
     data = demo.calibration(batches=2)
     teacher = lnr.capture(zoo.short_gpt(), kwargs=data[0])
-    return teacher, lnr.Pipeline.parse("place{to=none}").run(teacher, data).program
+    return teacher, lnr.Pipeline.parse("place{to=none fit=constants}").run(teacher, data).program
 
 
 @pytest.fixture(scope="module")

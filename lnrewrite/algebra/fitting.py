@@ -125,6 +125,30 @@ def metric(f: Floats, weight: Floats, steps: int = 200) -> Floats:
     return np.asarray(np.sqrt(q))
 
 
+def offset(f: Floats, weight: Floats, factor: float) -> Floats:
+    """Return a constant c [width] so that a layer norm behind f + c, f of [tokens, width], is nearly linear in f.
+
+    The norm divides by the size of f + c without its mean over channels: with |c| = `factor` times the size of f and c
+    in place of f's mean over tokens, N(f + c) ~ N(c) + (f - c (c f) / |c|^2) / size(c), and the norm's bias takes N(c)
+    off again. What f has along c is lost, so c lies where f varies least; the rest of the error is of the order
+    1 / factor^2. With b bits of mantissa the offset costs factor / 2^b.
+    """
+    w = (weight / max(float(weight.sum()), 1e-300))[:, None]
+    f = f - f.mean(-1, keepdims=True)
+    mean = (w * f).sum(0)
+    x = f - mean
+    gram = (w * x).T @ x
+    gram += (np.eye(len(gram)) * 1e-6 + 1.0) * np.trace(gram) / len(gram)  # none along the mean over channels
+    inverse = np.linalg.inv(gram)
+    across = np.where(np.arange(len(gram)) % 2, -1.0, 1.0)
+    for _ in range(30):
+        across = inverse @ across
+        across /= np.linalg.norm(across)
+    lean = float((w[:, 0] * (x * x).sum(-1)) @ (x @ across))  # large tokens are to lie against c
+    size_of_f = np.sqrt(float((w * f * f).sum()))
+    return np.asarray(-np.sign(lean or 1.0) * factor * size_of_f * across - mean)
+
+
 def careful_eps(eps: float, branch: Floats) -> float:
     """Return `eps`, or the power of ten at most a thousandth of the smallest branch's mean square (reference E.2)."""
     floor = float(np.quantile((branch * branch).mean(-1), 0.001)) * 1e-3

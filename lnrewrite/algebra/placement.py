@@ -34,7 +34,7 @@ from ..ir import (
     Where,
 )
 from ..pipeline.protocols import Context, Samples
-from .fitting import Fit, Floats, careful_eps, fit, metric, mix, size, spread, unit, usual
+from .fitting import Fit, Floats, careful_eps, fit, metric, mix, offset, size, spread, unit, usual
 
 WRITABLE = {Kind.LAYER, Kind.RMS}
 """The kinds of norm that can be put in or taken out."""
@@ -61,7 +61,8 @@ class Conversion:
 
     `trunk` [tokens, width] is what the next sum's skip carries, `ratio` [tokens] its size in units of the original
     trunk, `carried` the trunk norm that was taken off the trunk just before (post off), `unit` whether a trunk norm
-    of unit gain was put on (post on).
+    of unit gain was put on (post on). `offset` is how large a constant goes before an out norm that is put in, in sizes
+    of the branch.
     """
 
     stream: Stream
@@ -70,6 +71,7 @@ class Conversion:
     kind: Kind
     eps: float
     beta: bool
+    offset: float = 0.0
     vectors: Vectors = field(default_factory=Vectors)
     refusals: list[Refusal] = field(default_factory=list)
     folded: set[str] = field(default_factory=set)
@@ -200,9 +202,11 @@ class Conversion:
             return goal
         if self.turns(block, Where.OUT, on=True):
             even = metric(seen.branch, weight)
-            self.rescale(block, even, None, operations)
-            eps = careful_eps(self.eps, seen.branch * even)
-            found = fit(unit(self.kind, seen.branch * even, eps), goal, weight, self.beta)
+            normed = seen.branch * even
+            plus = offset(normed, weight, self.offset) if self.offset and self.shifts(block) else None
+            self.rescale(block, even, plus, operations)
+            eps = careful_eps(self.eps, normed)
+            found = fit(unit(self.kind, normed if plus is None else normed + plus, eps), goal, weight, self.beta)
             operations.append(
                 SetNorm(Where.OUT, self.norm(block, eps), self.vector(found.scale), self.vector(found.shift))
             )
@@ -218,6 +222,11 @@ class Conversion:
             return goal
         fits.append(found)
         return found.value
+
+    def shifts(self, block: Block) -> bool:
+        """Return whether a constant before the block's new out norm costs nothing: a writer adds it, beta takes it."""
+        single = len(block.writers) == 1 and not block.barrier(Side.WRITTEN)
+        return self.kind is Kind.LAYER and self.beta and single and _free(block.writers, True)
 
     def without(self, site: Site | None, seen: Samples) -> Floats:
         """Return the branch's end without its out norm: constant scales between the norm and the sum stay."""

@@ -66,8 +66,9 @@ def inspect(model: str, how: OpenOptions, screen: Screen) -> None:
 @click.option("-o", "--output", required=True, metavar="OUT", help=OUT)
 @click.option("--norm", default="auto", show_default=True, help="Kind of inserted norms: auto, layer or rms.")
 @click.option("--blocks", metavar="SELECT", help="name-glob, 3, 0-5, first:25%, last:2, attention, mlp, joined by ';'.")
+@click.option("--fit", default="reconstruct", show_default=True, help="With DATA: reconstruct, or constants alone.")
 @options(model=True, writes=True)
-def convert(model: str, to: str, output: str, norm: str, blocks: str | None, **asked: Any) -> int:
+def convert(model: str, to: str, output: str, norm: str, blocks: str | None, fit: str, **asked: Any) -> int:
     """Change where the norms sit: MODEL with every (selected) block converted to one placement."""
     from ..pipeline.driver import Pipeline
     from ..pipeline.spec import placing
@@ -78,7 +79,7 @@ def convert(model: str, to: str, output: str, norm: str, blocks: str | None, **a
     if selection is not None and not re.fullmatch(r"[^\s{}]+", selection):
         remedy = "write terms such as 0-5 or attention, joined by ';'"
         raise UsageError(Code.LN004, f"block selection {blocks!r}", "it is empty or holds spaces or braces", remedy)
-    return _rewrite(model, Pipeline.parse(placing(to, norm, selection)), output, **asked)
+    return _rewrite(model, Pipeline.parse(placing(to, norm, selection, fit)), output, **asked)
 
 
 @main.command()

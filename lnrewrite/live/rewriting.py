@@ -38,6 +38,7 @@ def rewrite(
     calibrate: Iterable[Batch] | None = None,
     norm: str = "auto",
     blocks: str | None = None,
+    fit: str = "reconstruct",
     partial: bool = False,
     seed: int = 0,
     undo: bool = True,
@@ -46,11 +47,11 @@ def rewrite(
 ) -> Report:
     """Rewrite a living nn.Module in place: it stays its own Python, with `generate()`, caches, hooks and training.
 
-    pipeline: a Pipeline or its text; or give `to` (pre, post, peri, output, none) with `norm` and `blocks` as `convert`
-    takes them. args, kwargs: example inputs. calibrate: batches, as `Pipeline.run` takes them. Parameters keep their
-    names and stay the same objects; removed norms become `nn.Identity`, inserted ones live in the block that they
-    serve (`....norm_in`, `norm_out`, `norm_post`). undo: keep the old values of what changes, for `unrewrite`. verify:
-    as `Pipeline.run` takes it.
+    pipeline: a Pipeline or its text; or give `to` (pre, post, peri, output, none) with `norm`, `blocks` and `fit` as
+    `convert` takes them. args, kwargs: example inputs. calibrate: batches, as `Pipeline.run` takes them. Parameters
+    keep their names and stay the same objects; removed norms become `nn.Identity`, inserted ones live in the block that
+    they serve (`....norm_in`, `norm_out`, `norm_post`). undo: keep the old values of what changes, for `unrewrite`.
+    verify: as `Pipeline.run` takes it.
 
     All or nothing: Refused and LnrewriteError leave the module as it was. LN310: an edit has no place in the module's
     Python; LN312: the module is wrapped, sharded or compiled already; LN313: the rewritten module does not compute
@@ -60,7 +61,7 @@ def rewrite(
     if (pipeline is None) == (to is None):
         raise LnrewriteError(Code.LN003, "rewrite", "give either a pipeline or to=", "e.g. to='peri'")
     if to is not None:
-        pipeline = placing(to, norm, blocks)
+        pipeline = placing(to, norm, blocks, fit)
     plan = Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline
     assert plan is not None
     with evaluating(module):

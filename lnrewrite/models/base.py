@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
@@ -22,6 +22,7 @@ from ..ir.inputs import InputSpec
 from ..ir.summary import Picture, describe
 from ..pipeline.certifying import certify
 from ..pipeline.protocols import Batch, Samples
+from ..pipeline.report import Fitted
 from ..pipeline.results import Drift, Json
 from ..pipeline.sounding import Edits
 from . import calibration
@@ -69,6 +70,13 @@ class GraphModel(Exportable, Generic[StoredT]):
     def in_half(self) -> bool:
         """Return whether the model computes in half precision."""
         return any(op.dtype in {"float16", "bfloat16"} for op in self.graph)
+
+    def fitted(
+        self, original: Self, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+    ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
+        """Return the model with some blocks' branches fitted to data: itself, where there are no gradients."""
+        why = "its branches were not fitted to the data: that takes gradients, which an ONNX model does not have"
+        return self, (), (f"{why}; convert the PyTorch model and export it, or pass --fit constants",)
 
     def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> Drift:
         """Compare another program's outputs with this one's on the batches."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -29,7 +29,7 @@ from ..files.output import check_output
 from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec
 from ..pipeline.protocols import Batch
-from ..pipeline.report import Report
+from ..pipeline.report import Fitted, Report
 from . import calibration
 from .base import Example, GraphModel
 
@@ -186,6 +186,26 @@ class Program(GraphModel[torch.Tensor]):
         count = Rewriter(FxEditor(module), self.graph, vectors).carry_out(edits, label)
         capture = replace(self._capture, module=module)
         return type(self)(capture, format=self.format, tokenizer=self.tokenizer), count
+
+    def fitted(
+        self, original: Program, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+    ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
+        """Return the model with some blocks' branches fitted to what `original` does on data; this one is used up."""
+        from ..reconstruction.reconstruct import Side, fitted
+
+        sides = [Side(p.module(), p.network) for p in (original, self)]
+        rows, notes = fitted(sides[0], sides[1], blocks, fit, [b for b in held if original.takes(b)])
+        return type(self)(self._capture, format=self.format, tokenizer=self.tokenizer), rows, notes
+
+    def takes(self, batch: Batch) -> bool:
+        """Return whether a batch takes the captured path."""
+        try:
+            self._record(batch, ())
+        except LnrewriteError as error:
+            if error.code != Code.LN033:
+                raise
+            return False
+        return True
 
     def to_onnx(self, opset: int | None = None) -> ir.Model:
         """Return the model as ONNX, every recognised norm one operator, parameters under their own names.

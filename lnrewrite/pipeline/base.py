@@ -36,6 +36,15 @@ class Pass(ABC):
         """Return whether the pass looks at samples of the model's values."""
         return False
 
+    @property
+    def plainer(self) -> Pass | None:
+        """Return the pass that edits the same and leaves all other weights alone, where this one has them fitted.
+
+        The run then fits the parameters of the branches that it edited to data that the user gave, and takes the plain
+        result where that is nearer to the model on the rest of the data.
+        """
+        return None
+
     @abstractmethod
     def plan(self, stream: Stream, context: Context) -> Proposal:
         """Return whole edits, refusals and sites not spoken of, which together name every site and block.

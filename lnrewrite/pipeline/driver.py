@@ -74,11 +74,12 @@ class Pipeline:
         Edits that do not hold up are found, left out and refused with LN404, as what cannot be edited is. `verify`:
         false leaves the proof out.
 
-        `calibrate` is an iterable of inputs (dicts of keyword inputs, or tuples); the first three quarters fit, the
-        rest measure the drift; None makes inputs up and says so. `data` is what the report calls them. With `partial`,
-        sites that cannot be edited are listed; else the first pass that refuses raises `Refused`. `consume` lets exact
-        passes edit `program` itself, which is of no use afterwards: its weights are in memory once, not twice; where
-        the proof fails then `Unproved` (LN404) is raised, and a run without `consume` tells what it is.
+        `calibrate` is an iterable of inputs (dicts of keyword inputs, or tuples); the last eighth, at least one, is
+        held out: it measures the drift, and decides between ways to fit the rest; None makes inputs up and says so.
+        `data` is what the report calls them. With `partial`, sites that cannot be edited are listed; else the first
+        pass that refuses raises `Refused`. `consume` lets exact passes edit `program` itself, which is of no use
+        afterwards: its weights are in memory once, not twice; where the proof fails then `Unproved` (LN404) is raised,
+        and a run without `consume` tells what it is.
         """
         feed = Feed(program, calibrate, seed, data)
         rounded, before = program.narrow, program.network
@@ -141,9 +142,11 @@ class Pipeline:
                 *_unproved(done),
                 *_doubted(done),
                 *_rounding(exactness, drift),
+                *(note for d in done for note in d.notes),
                 *feed.notes(drift),
             ),
             fixed_paths=feed.program.fixed_paths,
+            fitted=tuple(row for d in done for row in d.fitted),
         )
 
 

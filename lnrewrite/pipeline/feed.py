@@ -1,4 +1,4 @@
-"""Calibration data as a run uses them: read once, three quarters to fit on, the rest to measure with."""
+"""Calibration data as a run uses them: read once, most to fit on, an eighth to measure with."""
 
 from __future__ import annotations
 
@@ -45,12 +45,23 @@ class Feed:
 
     @property
     def fit(self) -> list[Batch]:
-        """Return the batches to fit on: the first three quarters, or the only one."""
-        return self.batches[: max(1, len(self.batches) * 3 // 4)]
+        """Return the batches to fit on: all but those held out, or the only one."""
+        count = len(self.batches)
+        return self.batches[: max(1, count - max(1, count // (4 if self.given is None else 8)))]
+
+    @property
+    def held(self) -> list[Batch]:
+        """Return the batches that nothing is fitted on: the last eighth (of made-up ones, a quarter), at least one."""
+        return self.batches[len(self.fit) :]
+
+    @property
+    def fits_weights(self) -> bool:
+        """Return whether weights may be fitted: to data that a user gave, with some to judge the fit by."""
+        return self.given is not None and bool(self.held)
 
     def drift(self, before: M, after: M) -> Drift:
         """Measure how far the outputs moved, on batches that nothing was fitted on where there are such."""
-        rest = self.batches[len(self.fit) :]
+        rest = self.held
         name = "synthetic" if self.given is None else self.name or "given"
         return replace(before.drift(after, rest or self.batches, bool(rest)), data=name)
 
@@ -74,5 +85,8 @@ class Feed:
                 "they are not in the drift"
             )
         if drift and not drift.held_out:
-            notes.append("there was one batch only, so the drift was measured on the data of the fit; give two or more")
+            notes.append(
+                "there was one batch only, so the drift was measured on the data of the fit, and weights stay; "
+                "give two or more"
+            )
         return tuple(notes)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeVar
 
 from ..ir import Exactness, Network, Norm, Proposal, Stream
 from ..ir.select import select
+from .report import Fitted
 from .results import Drift
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class Context:
     the largest number in each value of the graph, by node. `affine(start, end)` are a and s, per channel, of a piece of
     graph that computes a x + s. `is_ones(param)` and
     `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array and raises
-    LnrewriteError LN105 where they are computed: catch it, and refuse. `seed` is for a pass that draws random numbers.
+    LnrewriteError LN105 where they are computed: catch it, and refuse. `seed` is for a pass that draws random numbers,
+    `fits` says that the weights of branches are fitted to the calibration data when the edits are made.
     """
 
     network: Network
@@ -78,6 +80,7 @@ class Context:
     shape: Callable[[str], tuple[int, ...]] = lambda param: ()
     affine: Callable[[str, str], tuple[Floats, Floats]] = _unknown
     peaks: Callable[[], Mapping[str, float]] = dict
+    fits: bool = False
 
     def gain(self, norm: Norm) -> Floats | float:
         """Return what a norm multiplies by: a vector [width], 1 + gamma where it is stored so; a number without one."""
@@ -124,6 +127,15 @@ class Model(Protocol):
 
     def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
         """Run the model on the batches and return what each block saw and did."""
+        ...
+
+    def fitted(
+        self, original: Self, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+    ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
+        """Return the model with the parameters of some blocks' branches fitted to what `original` does on data.
+
+        Also what was done, and notes; this model may be used up.
+        """
         ...
 
     def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import Code, Refusal
@@ -74,6 +74,31 @@ class Form:
         return {"site": self.site, "form": self.form, "why": self.why}
 
 
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Report the branches of one sum whose parameters were fitted to data.
+
+    Errors are squared, on data that was not fitted on, in units of what the original's branch adds. `weights` maps each
+    parameter that moved to |W - W0| over the larger of |W| and |W0|; `why` says what hindered the fit.
+    """
+
+    blocks: tuple[str, ...]
+    before: float
+    after: float
+    weights: Mapping[str, float]
+    why: str = ""
+
+    def to_dict(self) -> Json:
+        """Return the row as JSON reports show it."""
+        return {
+            "blocks": list(self.blocks),
+            "before": self.before,
+            "after": self.after,
+            "weights": [{"name": name, "moved": moved} for name, moved in self.weights.items()],
+            "why": self.why,
+        }
+
+
 def unknown_norms(refusals: Iterable[Refusal]) -> tuple[str, ...]:
     """Return what works as a norm in a model and is none that is known, for norms may now stand beside it."""
     rows = [r for r in refusals if r.code == Code.LN205]
@@ -91,8 +116,9 @@ class Report:
 
     `measured` compares the outputs before and after on sample data (None where the rewrite claims to be exact); `notes`
     are plain sentences about what the figures rest on; `output` is the path written, if any; `fixed_paths` what
-    a capture fixed that the model chooses by its data (the notes say so). An export adds `norms`,
-    one row for each, and `proved`, the comparison of the file with its source.
+    a capture fixed that the model chooses by its data (the notes say so); `fitted` the branches whose
+    weights were fitted to data. An export adds `norms`, one row for each, and `proved`, the comparison of the file with
+    its source.
     """
 
     pipeline: str
@@ -109,6 +135,7 @@ class Report:
     fixed_paths: tuple[str, ...] = ()
     norms: tuple[Form, ...] | None = None
     proved: Proof | None = None
+    fitted: tuple[Fitted, ...] = ()
 
     @property
     def drift(self) -> Json | None:
@@ -138,6 +165,7 @@ class Report:
             "placement_after": self.placement_after,
             "drift": self.drift,
             "sites": [site.to_dict() for site in self.sites],
+            "fitted": [row.to_dict() for row in self.fitted],
             "refusals": [refusal.to_dict() for refusal in self.refusals],
             "not_applicable": [row.to_dict() for row in self.not_applicable],
             "notes": list(self.notes),
@@ -163,6 +191,9 @@ class Report:
         if self.sites:
             yield ""
             yield from self._expected()
+        if self.fitted:
+            yield ""
+            yield from self._fitted()
         if self.norms is not None:
             yield from self._forms()
         for note in self.notes:
@@ -197,6 +228,19 @@ class Report:
         yield "expected before the edit: the relative squared error at each site, the largest first"
         rows = [(s.site, "exact" if s.error is None else f"{s.error:.2e}", s.note) for s in worst[:_SHOWN]]
         yield from aligned(("site", "error", "note"), rows, ("site", "note"), "  ")
+        if len(worst) > _SHOWN:
+            yield f"  and {len(worst) - _SHOWN} more"
+
+    def _fitted(self) -> Iterator[str]:
+        """Yield a line for each sum whose branches were fitted, the worst ones first."""
+        yield "fitted to the data, block by block: the squared error on held-out data, and how far the weights moved"
+        worst = sorted(self.fitted, key=lambda row: -row.after)
+        rows = []
+        for row in worst[:_SHOWN]:
+            most = max(row.weights, key=lambda name: row.weights[name], default="")
+            moved = f"{row.weights[most]:.0%} {most}" if most else row.why or "as they were"
+            rows.append((" ".join(row.blocks), f"{row.before:.2e}", f"{row.after:.2e}", moved))
+        yield from aligned(("blocks", "before", "after", "moved most"), rows, ("blocks", "moved most"), "  ")
         if len(worst) > _SHOWN:
             yield f"  and {len(worst) - _SHOWN} more"
 

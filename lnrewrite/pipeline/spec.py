@@ -212,6 +212,6 @@ def _default(option: dataclasses.Field[object]) -> object:
     return option.default
 
 
-def placing(to: str, norm: str = "auto", blocks: str | None = None) -> str:
+def placing(to: str, norm: str = "auto", blocks: str | None = None, fit: str = "reconstruct") -> str:
     """Spell the pipeline that converts the selected blocks to one placement."""
-    return f"place{{to={to} norm={norm}" + (f" blocks={blocks}" if blocks else "") + "}"
+    return f"place{{to={to} norm={norm} fit={fit}" + (f" blocks={blocks}" if blocks else "") + "}"

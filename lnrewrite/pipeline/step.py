@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..errors import LnrewriteError, Refusal, Refused
@@ -12,7 +12,7 @@ from ..ir import Exactness, Network
 from .base import Pass, proposed
 from .feed import Feed
 from .protocols import Batch, Context, M, Proposer
-from .report import Expected, Skipped, Step
+from .report import Expected, Fitted, Skipped, Step
 from .sounding import Unproved, Witness, sound
 from .spec import spell
 
@@ -30,6 +30,8 @@ class Done:
     expected: tuple[Expected, ...]
     unproved: bool
     network: Network
+    fitted: tuple[Fitted, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def run_step(
@@ -46,11 +48,38 @@ def run_step(
 
     witness: knows what the program is to compute; one of each edit leaves out and refuses what does not keep it.
     """
+    plainer = item.plainer if isinstance(item, Pass) and item.plainer and feed.fits_weights else None
+    made, done = _carry_out(item, current, network, feed, partial, seed, consume and not plainer, witness)
+    if plainer is None or not done.step.edits:
+        return made, done
+    started = time.perf_counter()
+    made, rows, notes = made.fitted(current, {e.site for e in done.expected}, feed.fit, feed.held)
+    plain, before = _carry_out(plainer, current, network, feed, partial, seed, False, witness)
+    errors = [feed.drift(current, program).relative_error for program in (made, plain)]
+    if errors[0] is None or errors[1] is None or errors[0] < errors[1]:
+        step = replace(done.step, seconds=done.step.seconds + time.perf_counter() - started)
+        return made, replace(done, step=step, fitted=rows, notes=notes)
+    why = f"fitted weights were no better on held-out data ({errors[0]:.2g}, with constants alone {errors[1]:.2g})"
+    return plain, replace(before, step=replace(before.step, text=done.step.text), notes=(*notes, f"{why}: left out"))
+
+
+def _carry_out(
+    item: Proposer,
+    current: M,
+    network: Network,
+    feed: Feed,
+    partial: bool,
+    seed: int,
+    consume: bool,
+    witness: Witness | None,
+) -> tuple[M, Done]:
+    """Run one pass as it is."""
     started = time.perf_counter()
     text = spell(item)
     samples, peaks = _once(current.samples, feed), _once(current.peaks, feed)
     ask = (current.is_ones, current.is_zeros, current.values)
-    context = Context(network, samples, *ask, seed, current.shape, current.affine, peaks)
+    fits = isinstance(item, Pass) and item.plainer is not None and feed.fits_weights
+    context = Context(network, samples, *ask, seed, current.shape, current.affine, peaks, fits)
     proposals = []
     everywhere = isinstance(item, Pass) and item.everywhere and bool(network.elsewhere or network.computed)
     for stream in (*network.streams, network.rest) if everywhere else network.streams:

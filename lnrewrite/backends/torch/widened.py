@@ -99,16 +99,21 @@ def _jittered(value: torch.Tensor, bit: float, seed: int) -> torch.Tensor:
     return moved
 
 
-def _wide(value: object) -> object:
-    return torch.float64 if any(value is low for low in LOW) else value
+def _wide(value: object, to: torch.dtype = torch.float64) -> object:
+    return to if any(value is low for low in LOW) else value
 
 
 def in_float64(module: nn.Module) -> nn.Module:
     """Return a copy of a module in float64 and eval mode, the casts that its graph spells out widened too."""
-    made = copy.deepcopy(module).double().eval()
+    return widened(module, torch.float64)
+
+
+def widened(module: nn.Module, to: torch.dtype) -> nn.Module:
+    """Return a copy of a module in float64 or float32 and eval mode, its graph's casts to fewer bits widened too."""
+    made = copy.deepcopy(module).to(to).eval()
     if isinstance(made, fx.GraphModule):
         for node in made.graph.nodes:
-            node.args, node.kwargs = pytree.tree_map(_wide, (node.args, dict(node.kwargs)))
+            node.args, node.kwargs = pytree.tree_map(lambda v: _wide(v, to), (node.args, dict(node.kwargs)))
         made.recompile()
     return made
 

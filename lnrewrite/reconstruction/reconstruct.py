@@ -1,0 +1,195 @@
+"""Go through a conversion block by block and fit each branch's own parameters, so that the trunk follows the original.
+
+For each sum of a converted block, in order: its inputs are what the converted model's blocks before it, already fitted,
+hand on; its target is the original's state on the same data. Block by block as in AdaRound (2004.10568), BRECQ
+(2102.05426) and GPTQ (2210.17323), which fit quantised weights so. Parameters that another part reads too stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from ..backends.torch.capture import evaluating
+from ..backends.torch.fixed import other_path
+from ..backends.torch.module import CapturedModule
+from ..ir import Block, Kind, Network, Where, sums
+from ..pipeline.protocols import Batch
+from ..pipeline.report import Fitted
+from ..quiet import LOGGER
+from .fitting import Fitting
+from .goals import Goal, Measure, goals_of
+from .walk import Walk
+
+RIDGE = 100.0
+"""The pull to the start, times the number of tokens: what |W - W0|^2 / |W0|^2 = 1 costs for each matrix."""
+DONE = 1e-8
+"""A relative squared error from which nothing is left to fit."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Hold one of the two models: its module, and the sums of each stream in order."""
+
+    module: CapturedModule
+    network: Network
+
+    @property
+    def sums(self) -> dict[tuple[int, int], list[Block]]:
+        """Return the blocks of each sum by the numbers of stream and sum."""
+        return {(i, k): g for i, s in enumerate(self.network.streams) for k, g in enumerate(sums(s))}
+
+    @property
+    def ends(self) -> dict[str, tuple[int, int]]:
+        """Return the numbers of each sum by its node."""
+        return {blocks[-1].anchor.total: place for place, blocks in self.sums.items()}
+
+
+def fitted(
+    original: Side, made: Side, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+) -> tuple[tuple[Fitted, ...], tuple[str, ...]]:
+    """Fit the branches of some blocks of `made`, in place; return what was done, or why nothing could be."""
+    theirs, ours = ({at: [b.name for b in g] for at, g in side.sums.items()} for side in (original, made))
+    if theirs != ours:
+        return (), ("its branches were not fitted to the data: the converted model's blocks are not the original's",)
+    rows: list[Fitted] = []
+    with evaluating(original.module), evaluating(made.module):
+        try:
+            rows += Reconstruction(original, made, fit, held, blocks).run()
+        except RuntimeError as error:
+            if not (path := other_path(error)):
+                raise
+            return (), (f"its branches were fitted up to where the result leaves the captured path: {path}",)
+    return tuple(rows), ()
+
+
+@dataclass
+class Reconstruction:
+    """Fit `made`, in place, to `original` on the batches of `fit`; a step is kept where it helps on those of `held`.
+
+    `chosen` names the blocks whose branches are fitted.
+    """
+
+    original: Side
+    made: Side
+    fit: Sequence[Batch]
+    held: Sequence[Batch]
+    chosen: Collection[str]
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.original, self.made
+
+    def run(self) -> list[Fitted]:
+        """Return what was done at each sum that a chosen block ends in."""
+        ends = self.made.ends
+        todo = {at for at, blocks in self.made.sums.items() if any(b.name in self.chosen for b in blocks)}
+        anchors = [blocks[0].anchor for blocks in self.original.sums.values()]
+        self.wanted = Counter(n for a in anchors for n in (a.state, a.total))
+        batches = [*self.fit, *self.held]
+        self.teacher = Walk(self.original.module, list(self.wanted), batches)
+        self.student = Walk(self.made.module, list(ends), batches)
+        self.seen = {n.name: self.teacher.taken(n.name) for n in self.teacher.parts.inputs if n.name in self.wanted}
+        self.before: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        found: list[Fitted] = []
+        while len(found) < len(todo) and not self.student.over:
+            at = ends.get(self.student.end or "")
+            if at is None:
+                self.student.go()
+                continue
+            totals, starts = self.target(at)
+            if at in todo:
+                found.append(row := self.sum(at, totals, starts))
+                LOGGER.info(f"{len(found)}/{len(todo)} {row.blocks[0]}: error {row.before:.2g} -> {row.after:.2g}")
+            self.before[at[0]] = list(zip(totals, self.student.go(), strict=True))
+        return found
+
+    def sum(self, place: tuple[int, int], totals: Sequence[Tensor], starts: Sequence[Tensor]) -> Fitted:
+        """Fit what one sum adds to the original's states behind and before it."""
+        blocks, walk, many = self.made.sums[place], self.student, len(self.fit)
+        goals, given = self.goals(place, totals, starts), [walk.given(k) for k in range(len(totals))]
+        start = own(walk.body, blocks[0].anchor.state)
+        made = walk.function(list(start))
+
+        def residual(batch: int, parameters: Mapping[str, Tensor]) -> Tensor:
+            return goals[batch].residual(made(*given[batch], *parameters.values()))
+
+        @torch.no_grad()
+        def error(parameters: Mapping[str, Tensor]) -> float:
+            held = range(many, len(goals)) if self.held else range(many)
+            return sum(float(residual(k, parameters).square().sum()) for k in held)
+
+        names, before, why = tuple(b.name for b in blocks), error(start), ""
+        best, after = start, before
+        if start and before > DONE:
+            tokens = sum(g.target[..., 0].numel() for g in goals[:many])
+            try:
+                best, after = Fitting(residual, many, start, RIDGE / tokens).fit(error)
+            except (RuntimeError, NotImplementedError) as fault:
+                why = f"the fit failed: {str(fault).partition(chr(10))[0]}"
+        return Fitted(names, before, after, self.keep(start, best) if after < before else {}, why)
+
+    def goals(self, place: tuple[int, int], totals: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Goal]:
+        """Return what the state behind a sum shall be on each batch, in units of its own for held-out data."""
+        stream = self.made.network.streams[place[0]]
+        centred = any(s.norm.kind is Kind.LAYER for _, s in stream.sites())
+        measure = Measure(self.made.sums[place][0].anchor.axis, self.moves_trunk_norms(place[0]), centred)
+        before, many = self.before.get(place[0], []), len(self.fit)
+        halves = slice(0, many), slice(many, None)
+        return [g for h in halves for g in goals_of(measure, totals[h], starts[h], before[h])]
+
+    def moves_trunk_norms(self, stream: int) -> bool:
+        """Return whether norms came onto a stream's trunk, or left it, so that its states differ in size by design."""
+        on = [[b.at(Where.POST) is None for b in side.network.streams[stream].blocks] for side in self.sides]
+        return on[0] != on[1]
+
+    def target(self, place: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the original's state behind a sum and before it, for every batch."""
+        anchor = self.original.sums[place][0].anchor
+        while anchor.total not in self.seen:
+            end = self.teacher.end
+            states = self.teacher.go()
+            if end:
+                self.seen[end] = states
+        found = self.seen[anchor.total], self.seen[anchor.state]
+        for name in (anchor.total, anchor.state):
+            self.wanted[name] -= 1
+            if not self.wanted[name]:
+                del self.seen[name]
+        return found
+
+    @torch.no_grad()
+    def keep(self, start: Mapping[str, Tensor], best: Mapping[str, Tensor]) -> dict[str, float]:
+        """Store new values, rounded to what the model stores; return how far each parameter moved."""
+        stored, moved = dict(self.student.stored.named_parameters()), {}
+        running = dict(self.student.body.named_parameters())
+        for name, value in best.items():
+            stored[name].copy_(value)
+            running[name].copy_(stored[name])
+            size = max(float(start[name].norm()), float(stored[name].norm()), 1e-30)
+            moved[self.student.origin(name)] = float((stored[name] - start[name]).norm()) / size
+        return moved
+
+
+def own(body: fx.GraphModule, state: str) -> dict[str, Tensor]:
+    """Return the parameters of a part that act on what comes from a state, by name, as they are now."""
+    live: set[fx.Node] = set()
+    constant: dict[fx.Node, set[str]] = {}
+    found: dict[str, None] = {}
+    for node in body.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.name == state:
+            live.add(node)
+        elif any(n in live for n in inputs):
+            live.add(node)
+            found.update(dict.fromkeys(sorted(name for n in inputs for name in constant.get(n, ()))))
+        elif node.op == "get_attr":
+            constant[node] = {str(node.target)}
+        elif inputs and all(n in constant for n in inputs):
+            constant[node] = {name for n in inputs for name in constant[n]}
+    known = dict(body.named_parameters())
+    return {n: known[n].detach().clone() for n in found if n in known and known[n].is_floating_point()}

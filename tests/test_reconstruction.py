@@ -1,0 +1,209 @@
+"""What fitting branches to data must hold, whatever the net: only what is told moves, and never for the worse."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lnrewrite as lnr
+import zoo
+from lnrewrite import demo
+from lnrewrite.algebra.fitting import fit, offset, unit
+from lnrewrite.ir import Kind
+from lnrewrite.models.program import Program
+from lnrewrite.reconstruction.fitting import Fitting
+from tiers import rows
+from zoo.norms import randomise
+
+TARGETS = ("pre", "post", "peri", "output", "none")
+NETS = sorted(zoo.nets.NETS) + sorted(zoo.WRITTEN)
+CASES = list(product(NETS, TARGETS))
+Batches = list[dict[str, Tensor]]
+
+
+def data(like: dict[str, Tensor], count: int, seed: int = 1) -> Batches:
+    """Return batches like `like`: ids drawn anew, floats from a normal."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(t: Tensor) -> Tensor:
+        if t.is_floating_point():
+            return torch.randn(t.shape, generator=g).to(t.dtype)
+        return torch.randint(0, int(t.max()) + 1, t.shape, generator=g).to(t.dtype)
+
+    return [{k: draw(t) for k, t in like.items()} for _ in range(count)]
+
+
+def placed(program: Any, to: str, batches: Batches, more: str = "") -> Any:
+    return lnr.Pipeline.parse(f"place{{to={to}{more}}}").run(program, batches, partial=True)
+
+
+def state(program: Any) -> dict[str, Tensor]:
+    return dict(program.module().state_dict())
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("name", "to"), rows(CASES, sample=CASES[::17]))
+def test_only_what_is_told_moves_and_never_for_the_worse(name: str, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, inputs = zoo.captured(name)
+    batches, starts = data(inputs, 5), list[dict[str, Tensor]]()
+    fit_branches = Program.fitted
+
+    def watched(self: Program, *how: Any) -> Any:
+        starts.append({n: t.clone() for n, t in state(self).items()})
+        return fit_branches(self, *how)
+
+    monkeypatch.setattr(Program, "fitted", watched)
+    plain, fitted = (placed(program, to, batches, more) for more in (" fit=constants", ""))
+    assert not plain.report.fitted
+    if not fitted.report.edits:
+        return
+    worse = fitted.report.measured.relative_error - plain.report.measured.relative_error
+    assert worse <= 1e-6 * plain.report.measured.relative_error
+    assert [str(s) for s in fitted.program.network.streams] == [str(s) for s in plain.program.network.streams]
+    told = {n for row in fitted.report.fitted for n in row.weights}
+    start, end = starts[-1], state(fitted.program)
+    if fitted.report.fitted:
+        assert {n for n in start if not same(end[n], start[n])} <= told <= start.keys()
+    for row in fitted.report.fitted:
+        assert row.after <= row.before
+        assert bool(row.weights) == (row.after < row.before), row
+    again = placed(program, to, batches)
+    assert all(same(v, end[n]) for n, v in state(again.program).items()), "another run gives other weights"
+
+
+def test_weights_that_several_parts_read_stay() -> None:
+    """A cross-layer shared stack and a tied head: what one branch wants of them, others would pay for."""
+    seen = 0
+    for name in ("shared over layers, pre", "llama.tie_word_embeddings=True"):
+        program, inputs = zoo.captured(name)
+        report = placed(program, "none", data(inputs, 5)).report
+        shared = {n for n in state(program) if "embed" in n or "head" in n or name.startswith("shared")}
+        moved = {n for row in report.fitted for n in row.weights}
+        assert not {n for n in moved & shared if "norm" not in n}
+        seen += bool(report.fitted)
+    assert seen
+
+
+@pytest.mark.parametrize("to", ["peri", "none", "post"])
+def test_selected_blocks_alone_are_fitted(to: str) -> None:
+    blocks = "*" if to == "post" else "0-1"
+    program, inputs = zoo.captured("pre")
+    report = placed(program, to, data(inputs, 5), f" blocks={blocks}").report
+    assert report.fitted
+    assert {b for row in report.fitted for b in row.blocks} <= {row.site for row in report.sites}
+
+
+@pytest.mark.parametrize("dtype", rows([torch.bfloat16, torch.float16], sample=[torch.bfloat16]))
+def test_half_precision_is_fitted_in_float32_and_stored_as_it_was(dtype: torch.dtype) -> None:
+    model, batches = demo.load("tinygpt").to(dtype).eval(), demo.calibration(batches=4)
+    program = lnr.capture(model, kwargs=batches[0])
+    plain, fitted = (placed(program, "none", batches, f" blocks=0-3{more}") for more in (" fit=constants", ""))
+    assert {p.dtype for p in fitted.program.module().parameters()} == {dtype}
+    assert any(row.weights for row in fitted.report.fitted)
+    assert fitted.report.measured.relative_error < 0.9 * plain.report.measured.relative_error
+
+
+FOLLOWED = [("peri", 0.4), ("post", 0.9), ("none", 0.7), ("output", 0.7)]
+
+
+@pytest.mark.parametrize(("to", "share"), rows(FOLLOWED, sample=FOLLOWED[2:3]))
+def test_a_trained_model_is_followed_more_nearly(to: str, share: float) -> None:
+    """Not a benchmark: four blocks, few tokens; the held-out loss is of text that neither fit nor choice saw."""
+    model, batches = demo.load("tinygpt").eval(), demo.calibration(batches=4)
+    program, text = lnr.capture(model, kwargs=batches[0]), demo.heldout_text()[:8000]
+    blocks = "" if to == "post" else " blocks=0-3"
+    results = [placed(program, to, batches, blocks + more) for more in (" fit=constants", "")]
+    gaps = [demo.loss(r.program.module(), text) - demo.loss(model, text) for r in results]
+    assert gaps[0] > 0
+    assert gaps[1] <= share * gaps[0]
+
+
+def test_where_data_are_made_up_nothing_is_fitted_to_them() -> None:
+    program, _ = zoo.captured("pre")
+    report = lnr.Pipeline.parse("place{to=peri}").run(program).report
+    assert report.edits
+    assert not report.fitted
+
+
+def test_an_onnx_model_says_that_its_weights_stay(tmp_path: Any) -> None:
+    program, inputs = zoo.captured("pre")
+    program.save(tmp_path / "m.onnx")
+    model = lnr.load(tmp_path / "m.onnx")
+    found = placed(model, "peri", data(inputs, 5)).report
+    assert not found.fitted
+    assert any("gradients" in note for note in found.notes)
+
+
+def test_a_living_module_and_its_graph_get_the_same_weights() -> None:
+    model, inputs = zoo.build("nanoGPT")
+    batches = data(inputs, 5)
+    graph = lnr.convert(model, to="peri", kwargs=inputs, calibrate=batches)
+    live = lnr.convert(model, to="peri", kwargs=inputs, calibrate=batches, live=True)
+    one, other = (zoo.floats(m(**inputs))[0] for m in (graph, live))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    plain = lnr.convert(model, to="peri", kwargs=inputs, calibrate=batches, fit="constants")
+    assert not torch.allclose(zoo.floats(plain(**inputs))[0], one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_least_squares_is_solved_as_it_is_solved_directly(seed: int) -> None:
+    """A linear map with inputs of very unequal size, whose solution is known: ridge regression."""
+    g = torch.Generator().manual_seed(seed)
+    mix = torch.randn(12, 12, generator=g) * torch.logspace(0, -3, 12)
+    x = [torch.randn(40, 12, generator=g) @ mix for _ in range(4)]
+    y = [torch.randn(40, 5, generator=g) for _ in x]
+    start = {"w": torch.randn(5, 12, generator=g)}
+    pull = 0.1 / float(start["w"].square().sum())
+    fitting = Fitting(lambda k, p: x[k] @ p["w"].T - y[k], 4, start, 0.1)
+    found = fitting.fit(lambda p: fitting.loss(p)[0])[0]["w"].double()
+    a, b = torch.cat(x).double(), torch.cat(y).double()
+    gram = a.T @ a + pull * torch.eye(12).double()
+    best = torch.linalg.solve(gram, a.T @ b + pull * start["w"].T.double()).T
+    tried = (start["w"].double(), found, best)
+    first, last, least = (float((a @ w.T - b).square().sum() + pull * (w - start["w"]).square().sum()) for w in tried)
+    assert last - least <= 0.01 * (first - least)
+
+
+@pytest.mark.parametrize("width", [8, 65])
+def test_behind_an_offset_a_layer_norm_is_nearly_linear(width: int) -> None:
+    g = np.random.default_rng(width)
+    f = g.normal(size=(4000, width)) * g.uniform(0.2, 3, width) + g.normal(size=width)
+    weight = np.ones(len(f))
+    share = np.linalg.eigvalsh(np.cov((f - f.mean(-1, keepdims=True)).T))[1]  # 0 is along the mean over channels
+    power = float(((f - f.mean(-1, keepdims=True)) ** 2).sum(-1).mean())
+    errors = []
+    for factor in (0.0, 2.0, 8.0, 32.0):
+        moved = f + (offset(f, weight, factor) if factor else 0.0)
+        errors.append(fit(unit(Kind.LAYER, moved, 0.0), f - f.mean(-1, keepdims=True), weight, True).error)
+    assert errors[0] > errors[1] > errors[2] > errors[3]
+    assert errors[3] <= 1.1 * share / power + errors[0] / 100
+
+
+class Odd(nn.Module):
+    """A branch that has no derivative: a table looked up by rounded values, behind a linear map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.maps = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.final = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, linear in zip(self.norms, self.maps, strict=True):
+            x = x + linear(norm(x).round())
+        return self.final(x)
+
+
+def test_a_branch_without_a_derivative_is_converted_all_the_same() -> None:
+    model = randomise(Odd())
+    x = {"x": torch.randn(4, 6, 8)}
+    report = placed(lnr.capture(model.eval(), kwargs=x), "peri", data(x, 5)).report
+    assert report.edits == 2
