@@ -172,6 +172,16 @@ def test_least_squares_is_solved_as_it_is_solved_directly(seed: int) -> None:
     assert last - least <= 0.01 * (first - least)
 
 
+@pytest.mark.parametrize("shape", [(5, 12), (1, 7), (9,), (3, 2, 4)])
+def test_gradients_go_back_the_way_that_steps_go(shape: tuple[int, ...]) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, start = [torch.randn(*shape, generator=g) for _ in range(4)], {"w": torch.randn(shape, generator=g)}
+    fitting = Fitting(lambda k, p: (x[k] * p["w"]).cumsum(-1), 4, start, 0.1)
+    there = fitting._round(start["w"], fitting._moments()[0])
+    u, v = torch.randn(2, *shape, generator=g)
+    torch.testing.assert_close((u * there(v)).sum(), (there(u) * v).sum())
+
+
 @pytest.mark.parametrize("width", [8, 65])
 def test_behind_an_offset_a_layer_norm_is_nearly_linear(width: int) -> None:
     g = np.random.default_rng(width)
