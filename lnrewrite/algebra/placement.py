@@ -225,8 +225,7 @@ class Conversion:
 
     def shifts(self, block: Block) -> bool:
         """Return whether a constant before the block's new out norm costs nothing: a writer adds it, beta takes it."""
-        single = len(block.writers) == 1 and not block.barrier(Side.WRITTEN)
-        return self.kind is Kind.LAYER and self.beta and single and _free(block.writers, True)
+        return self.kind is Kind.LAYER and self.beta and _writes(block, shift=True)
 
     def without(self, site: Site | None, seen: Samples) -> Floats:
         """Return the branch's end without its out norm: constant scales between the norm and the sum stay."""
@@ -301,8 +300,7 @@ def reading(block: Block, site: Site | None, scale: Value | None, shift: Value |
 
 def writing(block: Block, scale: Value | None, shift: Value | None) -> list[Operation]:
     """Return what lets a branch end in scale * f + shift: in its writers where that is whole, else at its end."""
-    alone = len(block.writers) == 1 or shift is None
-    if not block.barrier(Side.WRITTEN) and block.writers and alone and scale and _free(block.writers, bool(shift)):
+    if scale and _writes(block, shift is not None):
         return [ScaleWriter(w, scale, shift) for w in block.writers]
     return [Affine(Where.OUT, scale, shift)]
 
@@ -311,6 +309,11 @@ def _whole(block: Block, site: Site | None, shift: bool) -> bool:
     """Return whether all that reads the branch's entrance are linear maps of its own that take a scale (and shift)."""
     readers = site.readers if site else block.readers
     return not (site.taps if site else block.barrier(Side.READ)) and _free(readers, shift)
+
+
+def _writes(block: Block, shift: bool) -> bool:
+    """Return whether all that the branch ends in are linear maps of its own that take a scale (one of them a shift)."""
+    return not (block.barrier(Side.WRITTEN) or (shift and len(block.writers) != 1)) and _free(block.writers, shift)
 
 
 def _free(linears: tuple[Linear, ...], shift: bool) -> bool:

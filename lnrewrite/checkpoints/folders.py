@@ -41,7 +41,7 @@ from ..pipeline.report import Report
 from ..quiet import LOGGER
 from .shards import Stored
 from .stored import Store, StoredEditor
-from .writing import Done, Weights, check_room, held_by, whole, write_folder
+from .writing import Done, Weights, check_room, held_by, write_checked
 
 
 class StoredProgram(Program):
@@ -99,10 +99,7 @@ def rewrite_folder(source: Source, job: Job, output: str | os.PathLike[str], *, 
         found = _loaded(source, job)
     report, done = found
     job.check(source.name, report)
-    with whole(target, source.file, force) as folder:
-        write_folder(folder, source.file, done, str(job.pipeline))
-        LOGGER.info("checking what was written")
-        done.check(folder)
+    write_checked(target, source.file, done, str(job.pipeline), force)
     return replace(report, output=str(target))
 
 
@@ -204,13 +201,8 @@ def _loaded(source: Source, job: Job) -> tuple[Report, Done]:
         with torch.no_grad():
             _compare(source, module(**given), again(**given))
 
-    state = module.state_dict()
     changes = records[-1].recipe if records else []
-
-    def shape(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        return state[name].dtype, tuple(state[name].shape)
-
-    return report, Done(module, changes, weights, lambda name: [state[name]], shape, check)
+    return report, Done.in_memory(module, changes, weights, check)
 
 
 def _compare(source: Source, planned: object, found: object) -> None:

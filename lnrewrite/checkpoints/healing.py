@@ -32,7 +32,7 @@ from ..loading.transformers import Tokenizer
 from ..models.program import Program
 from ..quiet import LOGGER
 from .folders import check_ties
-from .writing import Done, Weights, check_room, whole, write_folder
+from .writing import Done, Weights, check_room, write_checked
 
 PACKED = (".jsonl", ".parquet", ".bin")
 """How the names of files end that may hold many documents, beside .npy."""
@@ -56,10 +56,6 @@ class FolderOutput:
         Raises LnrewriteError LN025, LN310, LN313.
         """
         logs = vars(module).get(RECORD, [])
-        state = module.state_dict()
-
-        def form(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-            return state[name].dtype, tuple(state[name].shape)
 
         def check(folder: Path) -> None:
             again = open_module(identify(str(folder), self.source.how)).module
@@ -68,11 +64,8 @@ class FolderOutput:
             compare(again.to(device_of(healed)), healed, batches)
 
         changes = [change for log in logs for change in log.recipe]
-        done = Done(module, changes, self.weights, lambda name: [state[name]], form, check)
-        with whole(self.target, self.source.file, self.force) as folder:
-            write_folder(folder, self.source.file, done, PIPELINE)
-            LOGGER.info("checking what was written")
-            check(folder)
+        done = Done.in_memory(module, changes, self.weights, check)
+        write_checked(self.target, self.source.file, done, PIPELINE, self.force)
 
     def __str__(self) -> str:
         return str(self.target)

@@ -93,6 +93,22 @@ class Done:
     form: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
     check: Callable[[Path], None]
 
+    @classmethod
+    def in_memory(
+        cls,
+        module: nn.Module,
+        changes: list[dict[str, object]],
+        weights: Weights | None,
+        check: Callable[[Path], None],
+    ) -> Done:
+        """Return it for a module that holds its weights."""
+        state = module.state_dict()
+
+        def form(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+            return state[name].dtype, tuple(state[name].shape)
+
+        return cls(module, changes, weights, lambda name: [state[name]], form, check)
+
 
 def check_room(target: Path, source: Path) -> None:
     """Raise LnrewriteError LN025 where the disk has less room than the source takes."""
@@ -111,6 +127,14 @@ def whole(target: Path, source: Path, force: bool) -> Iterator[Path]:
         yield made
         check_replaceable(target, source)  # again: something may have been put there since
         land(made, target, force=force)
+
+
+def write_checked(target: Path, source: Path, done: Done, pipeline: str, force: bool) -> None:
+    """Write a folder, check it, and let it take the target's place, whole or not at all."""
+    with whole(target, source, force) as folder:
+        write_folder(folder, source, done, pipeline)
+        LOGGER.info("checking what was written")
+        done.check(folder)
 
 
 def write_folder(folder: Path, source: Path, done: Done, pipeline: str) -> None:

@@ -87,11 +87,11 @@ class View(Parts):
         return self.powers if node.target == POWERS else super().shared(node)
 
 
-def _nodes(result: object) -> set[fx.Node]:
+def _nodes(result: fx.node.Argument) -> set[fx.Node]:
     """Return the nodes that a graph's output names."""
-    found: set[fx.Node] = set()
-    fx.node.map_arg(result, lambda n: found.add(n))  # type: ignore[type-var]
-    return found
+    found: list[fx.Node] = []
+    fx.node.map_arg(result, lambda n: found.append(n))
+    return set(found)
 
 
 def _insert(

@@ -135,19 +135,24 @@ class Program(GraphModel[torch.Tensor]):
         """Return the first eight batches that take the captured path. Raises LnrewriteError LN033 where none does."""
         found: list[Batch] = []
         for batch in batches:
-            try:
-                self._record(batch, ())
-            except LnrewriteError as error:
-                if error.code != Code.LN033:
-                    raise
-                other = error
-            else:
+            if not (other := self._elsewhere(batch)):
                 found.append(batch)
             if len(found) == 8:
                 break
         if not found:
+            assert other
             raise LnrewriteError(Code.LN033, "synthetic inputs", f"in {len(batches)} draws {other.why}", other.remedy)
         return found
+
+    def _elsewhere(self, batch: Batch) -> LnrewriteError | None:
+        """Return the error of a batch that takes another path than the captured one."""
+        try:
+            self._record(batch, ())
+        except LnrewriteError as error:
+            if error.code != Code.LN033:
+                raise
+            return error
+        return None
 
     def at_other_sizes(self, seed: int) -> Sequence[Batch]:
         """Make up a batch with one row more and one token less, where the model takes that; else none."""
@@ -194,18 +199,9 @@ class Program(GraphModel[torch.Tensor]):
         from ..reconstruction.reconstruct import Side, fitted
 
         sides = [Side(p.module(), p.network) for p in (original, self)]
-        rows, notes = fitted(sides[0], sides[1], blocks, fit, [b for b in held if original.takes(b)])
+        held = [b for b in held if not (original.fixed_paths and original._elsewhere(b))]
+        rows, notes = fitted(sides[0], sides[1], blocks, fit, held)
         return type(self)(self._capture, format=self.format, tokenizer=self.tokenizer), rows, notes
-
-    def takes(self, batch: Batch) -> bool:
-        """Return whether a batch takes the captured path."""
-        try:
-            self._record(batch, ())
-        except LnrewriteError as error:
-            if error.code != Code.LN033:
-                raise
-            return False
-        return True
 
     def to_onnx(self, opset: int | None = None) -> ir.Model:
         """Return the model as ONNX, every recognised norm one operator, parameters under their own names.

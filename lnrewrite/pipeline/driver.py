@@ -24,7 +24,7 @@ from .report import Report, unknown_norms
 from .results import Drift
 from .sounding import Scope, Unproved, Witness
 from .spec import parse, spell
-from .step import Done, run_step
+from .step import Done, Turn
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Pipeline:
                 LOGGER.info(f"{(number := number + 1)}/{len(self.passes)} {spell(item)}")
                 network = current.network if exact or scope is Scope.NONE else current.certified
                 used = consume or current is not program
-                current, step = run_step(item, current, network, feed, partial, seed, used, witness)
+                current, step = Turn(current, network, feed, partial, seed, witness).run(item, used)
                 done.append(step)
             if witness:
                 witness.hear(current, str(self))

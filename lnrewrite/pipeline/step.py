@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import cached_property
+from typing import Generic
 
 from ..errors import LnrewriteError, Refusal, Refused
-from ..ir import Exactness, Network
+from ..ir import Exactness, Network, Proposal, Stream
 from .base import Pass, proposed
 from .feed import Feed
-from .protocols import Batch, Context, M, Proposer
+from .protocols import Context, M, Proposer, Samples
 from .report import Expected, Fitted, Skipped, Step
 from .sounding import Unproved, Witness, sound
 from .spec import spell
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,94 +33,101 @@ class Done:
     notes: tuple[str, ...] = ()
 
 
-def run_step(
-    item: Proposer,
-    current: M,
-    network: Network,
-    feed: Feed,
-    partial: bool,
-    seed: int,
-    consume: bool,
-    witness: Witness | None,
-) -> tuple[M, Done]:
-    """Run one pass over every stream of the current program's network; `consume` lets it edit that program itself.
+@dataclass(eq=False)
+class Turn(Generic[M]):
+    """Stand before a pass with the program it is to edit and with what it may ask; data are run at most once.
 
     witness: knows what the program is to compute; one of each edit leaves out and refuses what does not keep it.
     """
-    plainer = item.plainer if isinstance(item, Pass) and item.plainer and feed.fits_weights else None
-    made, done = _carry_out(item, current, network, feed, partial, seed, consume and not plainer, witness)
-    if plainer is None or not done.step.edits:
-        return made, done
-    started = time.perf_counter()
-    made, rows, notes = made.fitted(current, {e.site for e in done.expected}, feed.fit, feed.held)
-    plain, before = _carry_out(plainer, current, network, feed, partial, seed, False, witness)
-    errors = [feed.drift(current, program).relative_error for program in (made, plain)]
-    if errors[0] is None or errors[1] is None or errors[0] < errors[1]:
-        step = replace(done.step, seconds=done.step.seconds + time.perf_counter() - started)
-        return made, replace(done, step=step, fitted=rows, notes=notes)
-    why = f"fitted weights were no better on held-out data ({errors[0]:.2g}, with constants alone {errors[1]:.2g})"
-    return plain, replace(before, step=replace(before.step, text=done.step.text), notes=(*notes, f"{why}: left out"))
 
+    current: M
+    network: Network
+    feed: Feed
+    partial: bool
+    seed: int
+    witness: Witness | None
 
-def _carry_out(
-    item: Proposer,
-    current: M,
-    network: Network,
-    feed: Feed,
-    partial: bool,
-    seed: int,
-    consume: bool,
-    witness: Witness | None,
-) -> tuple[M, Done]:
-    """Run one pass as it is."""
-    started = time.perf_counter()
-    text = spell(item)
-    samples, peaks = _once(current.samples, feed), _once(current.peaks, feed)
-    ask = (current.is_ones, current.is_zeros, current.values)
-    fits = isinstance(item, Pass) and item.plainer is not None and feed.fits_weights
-    context = Context(network, samples, *ask, seed, current.shape, current.affine, peaks, fits)
-    proposals = []
-    everywhere = isinstance(item, Pass) and item.everywhere and bool(network.elsewhere or network.computed)
-    for stream in (*network.streams, network.rest) if everywhere else network.streams:
-        proposals.append((stream, proposed(item, stream, context)))
-    refusals = tuple(r for _, p in proposals for r in p.refusals) or _unseen(item, network)
-    if refusals and not partial:
-        raise Refused(refusals)
-    wanted = [(s, p) for s, p in proposals if p.edits and all(r.site != s.name for r in p.refusals)]
-    if witness and wanted:
-        witness.call(current)
-        if witness.each and witness.evidence is not None:
-            wanted, wrong = sound(current, wanted, text, witness.evidence)
-            refusals += wrong
-            if refusals and not partial:
-                raise Refused(refusals)
-    count = 0
-    if wanted:
-        try:
-            current, count = current.apply(wanted, text, consume=consume)
-        except LnrewriteError:
-            raise
-        except Exception as fault:  # of ours: an edit that has no place
-            raise Unproved(text, f"carrying it out fails with {type(fault).__name__}: {fault}") from fault
-    skipped = tuple(Skipped(item.name, site, why) for _, p in proposals for site, why in p.not_applicable)
-    expected = tuple(
-        Expected(e.target, e.expected, e.note) for _, p in wanted for e in p.edits if e.expected is not None or e.note
-    )
-    step = Step(text, count, len(refusals), time.perf_counter() - started)
-    unproved = count > 0 and witness is not None and witness.evidence is None
-    return current, Done(step, item.exactness, refusals, skipped, expected, unproved, network)
+    def run(self, item: Proposer, consume: bool) -> tuple[M, Done]:
+        """Run a pass over every stream of the network; `consume` lets it edit the program itself.
 
+        A pass that has weights fitted to data is run with constants alone besides, and the better of both is kept.
+        """
+        plainer = item.plainer if isinstance(item, Pass) and self.feed.fits_weights else None
+        made, done = self.carry_out(item, consume and plainer is None)
+        if plainer is None or not done.step.edits:
+            return made, done
+        started = time.perf_counter()
+        made, rows, notes = made.fitted(self.current, {e.site for e in done.expected}, self.feed.fit, self.feed.held)
+        plain, before = self.carry_out(plainer, False)
+        errors = [self.feed.drift(self.current, program).relative_error for program in (made, plain)]
+        if errors[0] is None or errors[1] is None or errors[0] < errors[1]:
+            step = replace(done.step, seconds=done.step.seconds + time.perf_counter() - started)
+            return made, replace(done, step=step, fitted=rows, notes=notes)
+        step = replace(before.step, text=done.step.text)
+        why = f"fitted weights were no better on held-out data ({errors[0]:.2g}, with constants alone {errors[1]:.2g})"
+        return plain, replace(before, step=step, notes=(*notes, f"{why}: left out"))
 
-def _once(run: Callable[[Sequence[Batch]], T], feed: Feed) -> Callable[[], T]:
-    """Return what runs the model on the data, at most once."""
-    memory: list[T] = []
+    def carry_out(self, item: Proposer, consume: bool) -> tuple[M, Done]:
+        """Run a pass as it is."""
+        started, text, current = time.perf_counter(), spell(item), self.current
+        proposals = self.proposals(item)
+        refusals = tuple(r for _, p in proposals for r in p.refusals) or _unseen(item, self.network)
+        if refusals and not self.partial:
+            raise Refused(refusals)
+        wanted = [(s, p) for s, p in proposals if p.edits and all(r.site != s.name for r in p.refusals)]
+        if self.witness and wanted:
+            self.witness.call(current)
+            if self.witness.each and self.witness.evidence is not None:
+                wanted, wrong = sound(current, wanted, text, self.witness.evidence)
+                refusals += wrong
+                if refusals and not self.partial:
+                    raise Refused(refusals)
+        count = 0
+        if wanted:
+            try:
+                current, count = current.apply(wanted, text, consume=consume)
+            except LnrewriteError:
+                raise
+            except Exception as fault:  # of ours: an edit that has no place
+                raise Unproved(text, f"carrying it out fails with {type(fault).__name__}: {fault}") from fault
+        skipped = tuple(Skipped(item.name, site, why) for _, p in proposals for site, why in p.not_applicable)
+        edits = [e for _, p in wanted for e in p.edits if e.expected is not None or e.note]
+        expected = tuple(Expected(e.target, e.expected, e.note) for e in edits)
+        step = Step(text, count, len(refusals), time.perf_counter() - started)
+        unproved = count > 0 and self.witness is not None and self.witness.evidence is None
+        return current, Done(step, item.exactness, refusals, skipped, expected, unproved, self.network)
 
-    def ask() -> T:
-        if not memory:
-            memory.append(run(feed.fit))
-        return memory[0]
+    def proposals(self, item: Proposer) -> list[tuple[Stream, Proposal]]:
+        """Ask a pass what it wants of each stream, and of what belongs to none where it edits that too."""
+        everywhere = (
+            isinstance(item, Pass) and item.everywhere and bool(self.network.elsewhere or self.network.computed)
+        )
+        streams = (*self.network.streams, self.network.rest) if everywhere else self.network.streams
+        return [(stream, proposed(item, stream, self.context)) for stream in streams]
 
-    return ask
+    @cached_property
+    def context(self) -> Context:
+        program = self.current
+        return Context(
+            network=self.network,
+            samples=lambda: self.samples,
+            is_ones=program.is_ones,
+            is_zeros=program.is_zeros,
+            values=program.values,
+            seed=self.seed,
+            shape=program.shape,
+            affine=program.affine,
+            peaks=lambda: self.peaks,
+            fits=self.feed.fits_weights,
+        )
+
+    @cached_property
+    def samples(self) -> Mapping[str, Samples]:
+        return self.current.samples(self.feed.fit)
+
+    @cached_property
+    def peaks(self) -> Mapping[str, float]:
+        return self.current.peaks(self.feed.fit)
 
 
 def _unseen(item: Proposer, network: Network) -> tuple[Refusal, ...]:

@@ -18,19 +18,19 @@ LEAST = 1e-20
 class Measure:
     """See states [..., width on `axis`] as rows [tokens, width], as they are compared: token by token.
 
-    directions: what a norm without gain makes of them, since the sizes differ by design; `centred` for layer norms.
+    directions: what a norm without gain makes of them, since the sizes differ by design; `centered` for layer norms.
     """
 
     axis: int
     directions: bool
-    centred: bool
+    centered: bool
 
     def __call__(self, state: Tensor) -> Tensor:
         """Return a state's rows, without their size where directions are compared."""
         x = state.movedim(self.axis, -1).flatten(0, -2)
         if not self.directions:
             return x
-        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        x = x - x.mean(-1, keepdim=True) if self.centered else x
         return x / _size(x)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx
@@ -38,12 +39,12 @@ class Side:
     module: CapturedModule
     network: Network
 
-    @property
+    @cached_property
     def sums(self) -> dict[tuple[int, int], list[Block]]:
         """Return the blocks of each sum by the numbers of stream and sum."""
         return {(i, k): g for i, s in enumerate(self.network.streams) for k, g in enumerate(sums(s))}
 
-    @property
+    @cached_property
     def ends(self) -> dict[str, tuple[int, int]]:
         """Return the numbers of each sum by its node."""
         return {blocks[-1].anchor.total: place for place, blocks in self.sums.items()}
@@ -67,6 +68,32 @@ def fitted(
     return tuple(rows), ()
 
 
+class Targets:
+    """Walk the original through data, and keep the states at its sums for as long as they are wanted."""
+
+    def __init__(self, original: Side, batches: Sequence[Batch]) -> None:
+        self.sums = original.sums
+        anchors = [blocks[0].anchor for blocks in self.sums.values()]
+        self.wanted = Counter(n for a in anchors for n in (a.state, a.total))
+        self.walk = Walk(original.module, list(self.wanted), batches)
+        self.seen = {n.name: self.walk.taken(n.name) for n in self.walk.parts.inputs if n.name in self.wanted}
+
+    def of(self, place: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the state behind a sum and before it, for every batch; each sum is asked for once."""
+        anchor = self.sums[place][0].anchor
+        while anchor.total not in self.seen:
+            end = self.walk.end
+            states = self.walk.go()
+            if end:
+                self.seen[end] = states
+        found = self.seen[anchor.total], self.seen[anchor.state]
+        for name in (anchor.total, anchor.state):
+            self.wanted[name] -= 1
+            if not self.wanted[name]:
+                del self.seen[name]
+        return found
+
+
 @dataclass
 class Reconstruction:
     """Fit `made`, in place, to `original` on the batches of `fit`; a step is kept where it helps on those of `held`.
@@ -88,12 +115,9 @@ class Reconstruction:
         """Return what was done at each sum that a chosen block ends in."""
         ends = self.made.ends
         todo = {at for at, blocks in self.made.sums.items() if any(b.name in self.chosen for b in blocks)}
-        anchors = [blocks[0].anchor for blocks in self.original.sums.values()]
-        self.wanted = Counter(n for a in anchors for n in (a.state, a.total))
         batches = [*self.fit, *self.held]
-        self.teacher = Walk(self.original.module, list(self.wanted), batches)
+        targets = Targets(self.original, batches)
         self.student = Walk(self.made.module, list(ends), batches)
-        self.seen = {n.name: self.teacher.taken(n.name) for n in self.teacher.parts.inputs if n.name in self.wanted}
         self.before: dict[int, list[tuple[Tensor, Tensor]]] = {}
         found: list[Fitted] = []
         while len(found) < len(todo) and not self.student.over:
@@ -101,7 +125,7 @@ class Reconstruction:
             if at is None:
                 self.student.go()
                 continue
-            totals, starts = self.target(at)
+            totals, starts = targets.of(at)
             if at in todo:
                 found.append(row := self.sum(at, totals, starts))
                 LOGGER.info(f"{len(found)}/{len(todo)} {row.blocks[0]}: error {row.before:.2g} -> {row.after:.2g}")
@@ -136,8 +160,8 @@ class Reconstruction:
     def goals(self, place: tuple[int, int], totals: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Goal]:
         """Return what the state behind a sum shall be on each batch, in units of its own for held-out data."""
         stream = self.made.network.streams[place[0]]
-        centred = any(s.norm.kind is Kind.LAYER for _, s in stream.sites())
-        measure = Measure(self.made.sums[place][0].anchor.axis, self.moves_trunk_norms(place[0]), centred)
+        centered = any(s.norm.kind is Kind.LAYER for _, s in stream.sites())
+        measure = Measure(self.made.sums[place][0].anchor.axis, self.moves_trunk_norms(place[0]), centered)
         before, many = self.before.get(place[0], []), len(self.fit)
         halves = slice(0, many), slice(many, None)
         return [g for h in halves for g in goals_of(measure, totals[h], starts[h], before[h])]
@@ -146,21 +170,6 @@ class Reconstruction:
         """Return whether norms came onto a stream's trunk, or left it, so that its states differ in size by design."""
         on = [[b.at(Where.POST) is None for b in side.network.streams[stream].blocks] for side in self.sides]
         return on[0] != on[1]
-
-    def target(self, place: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the original's state behind a sum and before it, for every batch."""
-        anchor = self.original.sums[place][0].anchor
-        while anchor.total not in self.seen:
-            end = self.teacher.end
-            states = self.teacher.go()
-            if end:
-                self.seen[end] = states
-        found = self.seen[anchor.total], self.seen[anchor.state]
-        for name in (anchor.total, anchor.state):
-            self.wanted[name] -= 1
-            if not self.wanted[name]:
-                del self.seen[name]
-        return found
 
     @torch.no_grad()
     def keep(self, start: Mapping[str, Tensor], best: Mapping[str, Tensor]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -27,10 +28,8 @@ class Walk:
         self.parts = Parts(module, module.graph, {nodes[n] for n in ends if nodes[n].op != "placeholder"})
         self.ends, self.index = frozenset(ends), 0
         self.narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
-        self.values: list[dict[fx.Node, Tensor]] = [
-            {n: self._wide(v) for n, v in zip(self.parts.inputs, flat_inputs(module, b), strict=True)}  # type: ignore
-            for b in batches
-        ]
+        taken = [cast(list[Tensor], flat_inputs(module, b)) for b in batches]  # numbers go through as they are
+        self.values = [{n: self._wide(v) for n, v in zip(self.parts.inputs, given, strict=True)} for given in taken]
 
     @property
     def over(self) -> bool:
@@ -45,7 +44,9 @@ class Walk:
     @property
     def stored(self) -> fx.GraphModule:
         """Return the next part over the model's own parameters."""
-        return self.parts.parts[self.index].body  # type: ignore[return-value]
+        body = self.parts.parts[self.index].body
+        assert isinstance(body, fx.GraphModule)
+        return body
 
     @cached_property
     def body(self) -> fx.GraphModule:
