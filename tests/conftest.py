@@ -6,6 +6,8 @@ import os
 import resource
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -112,6 +114,37 @@ def demo_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return lnrewrite.Program(replace(capture, module=copy.deepcopy(capture.module)), format="demo")
 
     monkeypatch.setattr(api, "load", load)
+
+
+@pytest.fixture
+def fitted_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Fit the same model to the same data once for all workers; what is done with the result is not shared."""
+    import torch
+
+    from lnrewrite.compat.torch import tensors_in
+    from lnrewrite.models.program import Program
+    from lnrewrite.pipeline.report import Fitted
+
+    real, folder = Program.fitted, tmp_path_factory.getbasetemp().parent
+
+    def fitted(self: Program, original: Program, blocks: Any, fit: Any, held: Any) -> Any:
+        state = self.module().state_dict()
+        key = sha256(repr([sorted(blocks), str(self.stream)]).encode())
+        for tensor in (*state.values(), *original.module().state_dict().values(), *tensors_in([fit, held])):
+            key.update(tensor.contiguous().view(torch.uint8).numpy())
+        kept = folder / f"fitted-{key.hexdigest()}.pt"
+        if not kept.exists():
+            made, rows, notes = real(self, original, blocks, fit, held)
+            part = kept.with_suffix(f".{os.getpid()}")
+            torch.save((dict(made.module().state_dict()), [asdict(row) for row in rows], notes), part)
+            part.replace(kept)
+            return made, rows, notes
+        values, rows, notes = torch.load(kept, weights_only=True)
+        self.module().load_state_dict(values)
+        again = Program(self._capture, format=self.format, tokenizer=self.tokenizer)
+        return again, tuple(Fitted(**row) for row in rows), notes
+
+    monkeypatch.setattr(Program, "fitted", fitted)
 
 
 CONVERTED: WeakKeyDictionary[Any, dict[int | None, Any]] = WeakKeyDictionary()

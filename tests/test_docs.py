@@ -31,7 +31,8 @@ def between(marker: str) -> str:
 
 
 @pytest.mark.parametrize("page", rows(RUN, sample=SAMPLE), ids=pages.label)
-def test_a_page_runs(page: Path, demo_captured_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("demo_captured_once", "fitted_once")
+def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks run from top to bottom in one folder, its Python in one namespace."""
     monkeypatch.chdir(tmp_path)
     if "trust_remote_code=True)" in page.read_text():  # transformers keeps copies of such code
