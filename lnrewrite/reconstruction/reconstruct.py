@@ -7,6 +7,7 @@ hand on; its target is the original's state on the same data. Block by block as 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ class Reconstruction:
         self.student = Walk(self.made.module, list(ends), batches)
         self.before: dict[int, list[tuple[Tensor, Tensor]]] = {}
         found: list[Fitted] = []
+        started = time.perf_counter()
         while len(found) < len(todo) and not self.student.over:
             at = ends.get(self.student.end or "")
             if at is None:
@@ -128,7 +130,9 @@ class Reconstruction:
             totals, starts = targets.of(at)
             if at in todo:
                 found.append(row := self.sum(at, totals, starts))
-                LOGGER.info(f"{len(found)}/{len(todo)} {row.blocks[0]}: error {row.before:.2g} -> {row.after:.2g}")
+                minutes, seconds = divmod((time.perf_counter() - started) * (len(todo) / len(found) - 1), 60)
+                told = f"error {row.before:.2g} -> {row.after:.2g}, some {minutes:.0f}:{seconds:02.0f} left"
+                LOGGER.info(f"{len(found)}/{len(todo)} {row.blocks[0]}: {told}")
             self.before[at[0]] = list(zip(totals, self.student.go(), strict=True))
         return found
 
