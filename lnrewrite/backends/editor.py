@@ -51,6 +51,12 @@ class Editor(Protocol[Handle]):
     def center(self, x: Handle, axis: int) -> Handle:
         """Return a new x minus its mean over an axis, which stands right behind `x`."""
 
+    def size(self, x: Handle, norm: Norm, usual: float) -> Handle:
+        """Return what a norm divides `x` by, over `usual`: sqrt(var(x) + eps) or sqrt(mean(x^2) + eps), one a token."""
+
+    def times(self, x: Handle, by: Handle, inverse: bool) -> Handle:
+        """Return a new x * by, or x / by, which stands right behind `x`; `by` broadcasts to it and is known there."""
+
     def untie(self, linear: Handle, param: str, fresh: str) -> None:
         """Make one node read a copy of a parameter, under that name or one like it, in its place."""
 

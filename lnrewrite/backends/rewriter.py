@@ -29,6 +29,7 @@ from ..ir import (
     ScaleWriter,
     SetNorm,
     Site,
+    Size,
     Stream,
     Untie,
     Value,
@@ -47,6 +48,7 @@ class Rewriter(Generic[Handle]):
         self.editor, self.view = editor, graph
         self.operands, self.wiring = Operands(editor, vectors), Wiring(editor, graph)
         self.biases: dict[str, str] = {}
+        self.sizes: dict[tuple[str, Handle | None], Handle] = {}
 
     def carry_out(self, proposals: Sequence[tuple[Stream, Proposal]], label: str) -> int:
         """Carry out all edits of all streams, drop what they leave without a use, and return how many there were."""
@@ -73,7 +75,7 @@ class Rewriter(Generic[Handle]):
                 case Affine(where=Where.EMBEDDING):
                     self.begin(stream, operation)
                 case Affine() if block is not None:
-                    self.affine(block, operation)
+                    self.affine(stream, block, operation)
                 case DropScale() if block is not None:
                     self.drop(block, operation)
                 case Normalize():
@@ -111,6 +113,7 @@ class Rewriter(Generic[Handle]):
             uses = self.wiring.entrance(block) if op.where is Where.IN else self.wiring.end(block)
             node = self.norm(uses[0].operand, op.norm, op, owner)
             self.wiring.redirect(uses, node)
+            self.wiring.chained[owner, op.where] = node
         else:
             name = stream.source if op.where is Where.EMBEDDING else block.anchor.total if block else stream.last
             value = self.wiring.stand(name)
@@ -118,7 +121,6 @@ class Rewriter(Generic[Handle]):
             node = self.norm(value, op.norm, op, owner)
             self.wiring.redirect(uses, node)
             self.wiring.supersede(name, value, node)
-        self.wiring.chained[owner, op.where] = node
 
     def replace_norm(self, owner: str, site: Site, op: SetNorm) -> None:
         """Put another norm, or none, between a site's input and its consumers."""
@@ -127,7 +129,8 @@ class Rewriter(Generic[Handle]):
         node = source if op.norm is None else self.norm(source, op.norm, op, owner, at=output)
         self.wiring.redirect(uses, node)
         self.wiring.supersede(site.origin[-1], output, node)
-        self.wiring.chained[owner, op.where] = node
+        if op.where in (Where.IN, Where.OUT):
+            self.wiring.chained[owner, op.where] = node
 
     def norm(self, x: Handle, norm: Norm, op: SetNorm, owner: str, at: Handle | None = None) -> Handle:
         """Insert a norm of `x` right behind it (or behind `at`), with the gain and bias that the operation gives."""
@@ -148,20 +151,24 @@ class Rewriter(Generic[Handle]):
             return named
         return self.create(fresh, values, x)
 
-    def affine(self, block: Block, op: Affine) -> None:
-        """Insert scale * u + shift on the branch's reads, its end, or the skip's edge."""
+    def affine(self, stream: Stream, block: Block, op: Affine) -> None:
+        """Insert scale * u + shift on the branch's reads, its end, the skip's edge, or behind the sum."""
+        if op.before and op.where is Where.POST:
+            self.behind(stream, block.anchor.total, op, f"{block.name}.affine_sum", block.anchor.axis)
+            return
         uses = {Where.IN: self.wiring.entrance, Where.OUT: self.wiring.end}.get(op.where, self.wiring.skip)(block)
         place, site = "skip" if op.where is Where.POST else op.where, block.at(op.where)
         axis = site.norm.axis if site and op.where is Where.IN else block.anchor.axis
-        node = self.affine_of(uses[0].operand, op, f"{block.name}.affine_{place}", axis)
+        node = self.affine_of(stream, uses[0].operand, op, f"{block.name}.affine_{place}", axis)
         self.wiring.redirect(uses, node)
-        if op.where is not Where.POST:
-            self.wiring.chained[block.name, op.where] = node
+        self.wiring.chained[block.name, op.where] = node
 
-    def affine_of(self, x: Handle, op: Affine, name: str, axis: int) -> Handle:
+    def affine_of(self, stream: Stream, x: Handle, op: Affine, name: str, axis: int) -> Handle:
         """Return scale * x + shift, over the channels at `axis`, right behind `x`."""
         if isinstance(op.scale, Center):
             return self.editor.center(x, axis)
+        if isinstance(op.scale, Size):
+            return self.sized(stream, x, op.scale)
         behind = [1] * (-axis - 1)
         given = {"scale": op.scale, "shift": op.shift}
         arrays = {key: self.operands.array(value) for key, value in given.items() if value is not None}
@@ -171,14 +178,38 @@ class Rewriter(Generic[Handle]):
         }
         return self.editor.affine(x, names.get("scale"), names.get("shift"))
 
+    def sized(self, stream: Stream, x: Handle, by: Size) -> Handle:
+        """Return x * S, or x / S, which all that divide one value by one size share."""
+        if not by.inverse:
+            return self.editor.times(x, self.size(stream, by), False)
+        if (by.of, x) not in self.sizes:
+            self.sizes[by.of, x] = self.editor.times(x, self.size(stream, by), True)
+        return self.sizes[by.of, x]
+
+    def size(self, stream: Stream, size: Size) -> Handle:
+        """Return S = S' s(y / S') / c, computed once, right behind y / S'."""
+        if (size.of, None) not in self.sizes:
+            site = next((b.at(Where.POST) for b in stream.blocks if b.name == size.of), stream.embedding)
+            if site is None:
+                self.fail(f"there is no norm behind {size.of}")
+            y, before = self.wiring.stand(site.origin[0]), size.before
+            z = self.sized(stream, y, replace(before, inverse=True)) if before else y
+            made = self.editor.size(z, size.norm, size.usual)
+            self.sizes[size.of, None] = self.editor.times(made, self.size(stream, before), False) if before else made
+        return self.sizes[size.of, None]
+
     def begin(self, stream: Stream, op: Affine) -> None:
         """Insert scale * x + shift where a stream starts, or before its embedding norm."""
         name, axis = stream.source, stream.blocks[0].anchor.axis
         if op.before and stream.embedding:
             name, axis = stream.embedding.origin[0], stream.embedding.norm.axis
+        self.behind(stream, name, op, f"{stream.name}.affine_source", axis)
+
+    def behind(self, stream: Stream, name: str, op: Affine, title: str, axis: int) -> None:
+        """Insert scale * x + shift where a value is made, for all that reads it."""
         old = self.wiring.stand(name)
         uses = self.editor.readers(old)
-        new = self.affine_of(old, op, f"{stream.name}.affine_source", axis)
+        new = self.affine_of(stream, old, op, title, axis)
         self.wiring.redirect(uses, new)
         self.wiring.supersede(name, old, new)
 

@@ -13,7 +13,8 @@ from .editor import Editor, Handle, Use, fail
 class Wiring(Generic[Handle]):
     """Find the uses of the values of one graph; `view` is what it was before the first edit.
 
-    `standing` holds what stands for an original value now, `chained` what a block's edge carries after an edit there.
+    `standing` holds what stands for an original value now, `chained` what a block's edge carries after an edit there:
+    where its branch reads (`in`), where that ends (`out`), and its skip (`post`).
     """
 
     def __init__(self, editor: Editor[Handle], view: OpGraph) -> None:
@@ -55,7 +56,7 @@ class Wiring(Generic[Handle]):
             names.add(name)
             terms = [n for n in self.view[name].data if n != block.anchor.skip and n not in names]
             todo += [n for n in terms if self.view[n].kind == "add"]
-        return self.uses(block.anchor.skip, names)
+        return self.uses(block.anchor.skip, names, self.chained.get((block.name, Where.POST)))
 
     def redirect(self, uses: list[Use[Handle]], new: Handle) -> None:
         """Make uses read `new`."""

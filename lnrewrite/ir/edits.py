@@ -92,6 +92,22 @@ Value = Vector | Gain | Number | Center | Rotation
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """Represent S, one number per token that the graph computes: what trunk norms would have divided it by.
+
+    S = S' s(y / S') / c: y is what `norm` reads, the one behind the sum of a block, or at the stream's start, that `of`
+    names; S' is `before`, 1 without; s(z) = sqrt(var(z) + eps), for an rms norm sqrt(mean(z^2) + eps); c is `usual`.
+    The norm itself may be gone. `inverse` stands for 1 / S.
+    """
+
+    of: str
+    norm: Norm
+    before: Size | None = None
+    usual: float = 1.0
+    inverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SetNorm:
     """Put `norm` at a block's (or stream's) site, or remove it (None).
 
@@ -136,12 +152,13 @@ class Affine:
     """Insert u -> scale * u + shift.
 
     At `in` it stands where the block reads the stream (after an in norm), at `out` just before the add, at `post` on
-    the skip's edge alone: what the block passes on to its add; at `embedding` where the stream starts, `before` its
-    embedding norm or behind it. A `Center` as scale is one explicit subtraction of the mean.
+    the skip's edge alone: what the block passes on to its add; at `embedding` where the stream starts, behind its
+    embedding norm. `before` says before the norm there, `in` one that is put in later; at `post` what is behind the
+    block's sum. A `Center` as scale is one explicit subtraction of the mean; a `Size` goes without a shift.
     """
 
     where: Where
-    scale: Value | None = None
+    scale: Value | Size | None = None
     shift: Value | None = None
     before: bool = False
 

@@ -19,17 +19,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir import Block, Kind, Linear, Norm, Side, Site, Stream, Where, site_name, sums
+from ..ir import Block, Kind, Linear, Norm, Side, Site, Size, Stream, Where, site_name, sums
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Inserted:
-    """Hold one `Affine` edit with its numbers: u -> scale * u + shift; scale may be a matrix."""
+    """Hold one `Affine` edit with its numbers: u -> scale * u + shift; scale may be a matrix, or a `Size` it was."""
 
     scale: Floats | None
     shift: Floats | None
+    size: Size | None = None
 
     def __call__(self, u: Floats) -> Floats:
         """Apply it to [tokens, channels]."""
@@ -42,14 +43,16 @@ class Inserted:
 class Machine:
     """Hold a stream, the values of its parameters, and what edits put where the picture has no word for it.
 
-    `affines` are inserted affines by (target, where), (target, "before") those ahead of the embedding norm; `bared`
-    are, by block, inner norms of linears of their own that were removed: what they read goes on as it is.
+    `affines` are inserted affines by (target, where), (target, "before" and where) those ahead of a norm; `bared`
+    are, by block, inner norms of linears of their own that were removed: what they read goes on as it is. `sums` are
+    what the last run saw of each block's sum, and of what the stream starts from: tokens have their sizes from them.
     """
 
     stream: Stream
     params: Mapping[str, Floats]
     affines: Mapping[tuple[str, str], tuple[Inserted, ...]] = field(default_factory=dict)
     bared: Mapping[str, tuple[Site, ...]] = field(default_factory=dict)
+    sums: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def run(self) -> dict[str, Floats]:
         """Run the stream and return its outputs: `logits` (or the last `state`), and what each tap sees."""
@@ -58,11 +61,14 @@ class Machine:
         if stream.opaque:
             state = state + np.cos(np.arange(state.size)).reshape(state.shape)
         start = f"{stream.name}.embedding"
-        state = self._end(start, stream.embedding, Where.EMBEDDING, self._insert(start, "before", state), seen)
+        state = self.sums[start] = self._insert(start, "before embedding", state)
+        state = self._end(start, stream.embedding, Where.EMBEDDING, state, seen)
         for group in sums(stream):
             skip = group[0].scale * self._scale(group[0], "skip", state)
             skip = self._insert(group[0].name, Where.POST, skip) + self._added(group[0], state)
-            state = skip + np.sum([self._branch(block, state, seen) for block in group], axis=0)
+            last = group[-1].name
+            state = self.sums[last] = skip + np.sum([self._branch(block, state, seen) for block in group], axis=0)
+            state = self._insert(last, "before post", state)
             for name, site in trunk_norms(group):
                 state = self._norm(name, site, state, seen)
             state = self._scale(group[-1], "trunk", state)
@@ -82,7 +88,7 @@ class Machine:
         return self._insert(target, where, state)
 
     def _branch(self, block: Block, state: Floats, seen: dict[str, Floats]) -> Floats:
-        u = state
+        u = self._insert(block.name, "before in", state)
         for site in (s for s in block.sites if s.where is Where.IN):
             u = self._norm(site_name(block, site), site, u, seen)
         u = self._insert(block.name, Where.IN, self._scale(block, "read", u))
@@ -144,8 +150,19 @@ class Machine:
 
     def _insert(self, target: str, where: str, x: Floats) -> Floats:
         for affine in self.affines.get((target, where), ()):
-            x = affine(x)
+            x = affine(x) if affine.size is None else self._sized(x, affine.size)
         return x
+
+    def _sized(self, x: Floats, by: Size) -> Floats:
+        """Return x * S, or x / S."""
+        return x / self._size(by) if by.inverse else x * self._size(by)
+
+    def _size(self, size: Size) -> Floats:
+        """Return S = S' s(y / S') / c [tokens, 1]."""
+        before = self._size(size.before) if size.before else np.ones(1)
+        z = self.sums[size.of] / before
+        z = z - z.mean(-1, keepdims=True) if size.norm.kind is Kind.LAYER else z
+        return np.asarray(before * np.sqrt(np.mean(z * z, -1, keepdims=True) + size.norm.eps) / size.usual)
 
     def _contract(self, readers: Iterable[Linear], u: Floats) -> Floats:
         parts = [u @ matrix(self.params[r.param], r.axis).T + self._bias(r) for r in readers]

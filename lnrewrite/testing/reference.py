@@ -29,6 +29,7 @@ from ..ir import (
     ScaleWriter,
     SetNorm,
     Site,
+    Size,
     Stream,
     Untie,
     Value,
@@ -116,12 +117,13 @@ def _operate(machine: Machine, target: str, operation: Operation, resolve: Resol
 
 
 def _affine(machine: Machine, target: str, edit: Affine, resolve: Resolve) -> Machine:
-    if edit.where is Where.POST and target not in {group[0].name for group in sums(machine.stream)}:
+    if edit.where is Where.POST and target not in {g[-edit.before].name for g in sums(machine.stream)}:
         raise ValueError(f"{target}: blocks of one sum share a skip; the first of them speaks for it")
-    here = (target, "before" if edit.before else str(edit.where))
-    width = machine.stream.width
-    scale, shift = (None if v is None else resolve(v, width) for v in (edit.scale, edit.shift))
-    return replace(machine, affines={**machine.affines, here: (*machine.affines.get(here, ()), Inserted(scale, shift))})
+    here, width = (target, f"{'before ' * edit.before}{edit.where}"), machine.stream.width
+    size = edit.scale if isinstance(edit.scale, Size) else None
+    scale = None if edit.scale is None or isinstance(edit.scale, Size) else resolve(edit.scale, width)
+    made = Inserted(scale, None if edit.shift is None else resolve(edit.shift, width), size)
+    return replace(machine, affines={**machine.affines, here: (*machine.affines.get(here, ()), made)})
 
 
 def _drop_scale(machine: Machine, target: str, edit: DropScale) -> Machine:

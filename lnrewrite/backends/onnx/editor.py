@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ...detect.graph import OpGraph
-from ...ir import Norm
+from ...ir import Kind, Norm
 from ..editor import Use
 from ..values import Change, Floats, changed, pieces
 from .norms import Attributes, cast, constant, resemble, write_norm
@@ -97,6 +97,10 @@ class OnnxEditor:
 
     def center(self, x: ir.Value, axis: int) -> ir.Value:
         """Return a new x - mean(x) over an axis."""
+        return self.node("Sub", [x, self.mean(x, axis)], x, f"{x.name}.centred")
+
+    def mean(self, x: ir.Value, axis: int) -> ir.Value:
+        """Return the mean over an axis, which stays as one."""
         if self.graph.opset_imports.get("", 1) < 18:
             mean = self.node("ReduceMean", [x], x, f"{x.name}.mean", {"axes": [axis], "keepdims": 1})
         else:
@@ -106,7 +110,26 @@ class OnnxEditor:
         if shape is not None:
             shape[axis] = 1
         mean.shape = None if shape is None else ir.Shape(shape)
-        return self.node("Sub", [x, mean], x, f"{x.name}.centred")
+        return mean
+
+    def size(self, x: ir.Value, norm: Norm, usual: float) -> ir.Value:
+        """Return what a norm divides `x` by, over `usual`; in float32 where `x` is narrower."""
+        assert x.dtype is not None
+        value = cast(self.node, x, ir.DataType.FLOAT) if x.dtype.itemsize < ir.DataType.FLOAT.itemsize else x
+        value = self.center(value, norm.axis) if norm.kind is Kind.LAYER else value
+        assert value.dtype is not None
+        mean = self.mean(self.node("Mul", [value, value], value, f"{x.name}.square"), norm.axis)
+        eps, by = (
+            constant(self.graph, self.unique(f"{x.name}.{name}"), np.array(number, value.dtype.numpy()))
+            for name, number in (("eps", norm.eps), ("usual", usual))
+        )
+        root = self.node("Sqrt", [self.node("Add", [mean, eps], mean, f"{x.name}.variance")], mean, f"{x.name}.root")
+        root = root if usual == 1 else self.node("Div", [root, by], root, f"{x.name}.size")
+        return root if value is x or value.dtype == x.dtype else cast(self.node, root, x.dtype)
+
+    def times(self, x: ir.Value, by: ir.Value, inverse: bool) -> ir.Value:
+        """Return a new x * by, or x / by."""
+        return self.node("Div" if inverse else "Mul", [x, by], x, f"{x.name}.{'sized' if inverse else 'resized'}")
 
     def untie(self, linear: ir.Value, param: str, fresh: str) -> None:
         """Make one node read its own copy of an initializer."""

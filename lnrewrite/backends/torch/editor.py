@@ -87,11 +87,26 @@ class FxEditor:
     def center(self, x: fx.Node, axis: int) -> fx.Node:
         """Return a new x - mean(x) over an axis, right behind `x`."""
         with self.after(x):
-            mean = self.call(aten.mean.dim, (x, [axis], True), x)
-            mean.meta["val"] = x.meta["val"].narrow(axis, 0, 1)
-            end = self.call(aten.sub.Tensor, (x, mean), x)
+            end = self.call(aten.sub.Tensor, (x, self.mean(x, axis)), x)
         Piece.center(x, axis, end).record(end)
         return end
+
+    def size(self, x: fx.Node, norm: Norm, usual: float) -> fx.Node:
+        """Return what a norm divides `x` by, over `usual`; in float32 where `x` is narrower, right behind `x`."""
+        kept = x.meta["val"].dtype
+        value = self.cast(x, torch.float32) if kept.itemsize < torch.float32.itemsize else x
+        value = self.center(value, norm.axis) if norm.kind is Kind.LAYER else value
+        with self.after(value):
+            square = self.call(aten.mul.Tensor, (value, value), value)
+            mean = self.mean(square, norm.axis)
+            root = self.call(aten.sqrt.default, (self.call(aten.add.Scalar, (mean, norm.eps), mean),), mean)
+            root = root if usual == 1 else self.call(aten.div.Tensor, (root, usual), root)
+        return root if value.meta["val"].dtype is kept else self.cast(root, kept)
+
+    def times(self, x: fx.Node, by: fx.Node, inverse: bool) -> fx.Node:
+        """Return a new x * by, or x / by, right behind `x`."""
+        with self.after(x):
+            return self.call(aten.div.Tensor if inverse else aten.mul.Tensor, (x, by), x)
 
     def untie(self, linear: fx.Node, param: str, fresh: str) -> None:
         """Make one node read its own copy of a parameter, under another name that the parameter has or a new one."""
@@ -221,6 +236,19 @@ class FxEditor:
             return x
         node = self.call(aten.transpose.int, (x, axis, -1), x)
         node.meta["val"] = x.meta["val"].transpose(axis, -1)
+        return node
+
+    def mean(self, x: fx.Node, axis: int) -> fx.Node:
+        """Return the mean over an axis, which stays as one."""
+        node = self.call(aten.mean.dim, (x, [axis], True), x)
+        node.meta["val"] = x.meta["val"].narrow(axis, 0, 1)
+        return node
+
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Return a value in another dtype, right behind `x`."""
+        with self.after(x):
+            node = self.call(aten._to_copy.default, (x,), x)
+        node.kwargs, node.meta["val"] = {"dtype": dtype}, x.meta["val"].to(dtype)
         return node
 
     def call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
