@@ -47,5 +47,6 @@ def detect(graph: OpGraph) -> Detection:
     if not streams and not refusals:
         refusals = [nearest_miss(graph)]
     elsewhere = sites.elsewhere()
-    odd = (placed(graph, row, streams) for row in unknown)
+    skips = {op.name for join in joins for op in graph.between(join.root, join.skip)}  # barriers tell of these
+    odd = (placed(graph, row, streams) for row in unknown if row.site not in skips)
     return Detection(Network(streams, elsewhere, (*odd, *refusals), tuple(dict.fromkeys(computed(graph)))), norms)

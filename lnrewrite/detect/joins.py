@@ -129,13 +129,16 @@ def _terms(graph: OpGraph, total: str, whole: Container[str]) -> list[tuple[str,
 
 
 def carried_on(graph: OpGraph, term: str) -> Iterator[str]:
-    """Yield the values that a skip carries on: itself, then back through casts, shapes and constant scales."""
+    """Yield the values that a skip carries on: itself, then back through casts, shapes, constant scales and means.
+
+    A mean that is taken off is a barrier (`beside.skip_of`), but the skip is one.
+    """
     yield term
     while True:
         op = graph[term]
         if op.kind in SHAPE | CASTS | {"dropout"}:
             term = op.data[0]
-        elif op.kind in {"mul", "div", "add"} and (step := scaled(graph, term)):
+        elif op.kind in {"mul", "div", "add", "sub"} and (step := scaled(graph, term) or _centered(graph, term)):
             term = step
         else:
             return
@@ -164,6 +167,13 @@ def scaled(graph: OpGraph, name: str) -> str | None:
             if (plain or vector) and (op.kind != "div" or value == op.inputs[0]):
                 return value
     return None
+
+
+def _centered(graph: OpGraph, name: str) -> str | None:
+    """Return the value that this one is less its own mean; None for other ops."""
+    op = graph[name]
+    mean = graph[op.data[1]] if op.kind == "sub" and len(op.data) == 2 else op
+    return op.data[0] if mean.kind == "mean" and mean.data[0] == op.data[0] else None
 
 
 def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal], whole: Container[str]) -> Join | None:

@@ -29,7 +29,7 @@ class NormedGraph:
         return [match for _, match in self._ordered[first:last]]
 
     def after(self, state: str) -> NormMatch | None:
-        """Return the first norm that reads a value, straight or through casts, slices and reshapes."""
+        """Return the first norm that reads a value, straight or through casts, slices, reshapes and tokens' sizes."""
         todo = [state]
         while todo:
             name = todo.pop(0)
@@ -38,16 +38,27 @@ class NormedGraph:
                     continue
                 if user in self.inside:
                     return self.norms[self.inside[user]]
-                if self.graph[user].kind in PASSING:
+                if self.graph[user].kind in PASSING or self.divided(user) == name:
                     todo.append(user)
         return None
 
     def before(self, name: str) -> str | None:
-        """Return what a value is made of by a shape, a cast or a constant factor; None for other ops."""
+        """Return what a value is made of by a shape, a cast, a constant factor or tokens' sizes; None for other ops."""
         op = self.graph[name]
         if op.kind in PASSING and op.data:
             return op.data[0]
-        return scaled(self.graph, name)
+        return scaled(self.graph, name) or self.divided(name)
+
+    def divided(self, name: str) -> str | None:
+        """Return what is divided by one number per token that the graph computes; None for other ops, and in norms."""
+        op = self.graph[name]
+        if op.kind != "div" or len(op.data) != 2 or name in self.inside or op.data[1] in self.graph.constant:
+            return None
+        value, by = (self.graph[n].shape or () for n in op.data)
+        pairs = list(zip(value[::-1], by[::-1], strict=False))
+        apart = [-1 - i for i, (one, other) in enumerate(pairs) if one != other]
+        channels = len(apart) == 1 and apart[0] in (-1, 1 - len(value)) and by[apart[0]] == 1
+        return op.data[0] if channels and len(value) == len(by) else None
 
     def followed(self, name: str, axis: int, start: str) -> int | None:
         """Return where an axis of a value is in what it was made from by shapes, casts and factors; None where lost."""
