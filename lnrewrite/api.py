@@ -211,6 +211,7 @@ def convert(
     norm: str = "auto",
     blocks: str | None = None,
     fit: str = "reconstruct",
+    keep_sizes: bool = False,
     partial: bool = False,
     seed: int = 0,
     live: bool = False,
@@ -219,18 +220,21 @@ def convert(
 
     to: pre, post, peri, output or none. norm: auto, layer or rms for inserted norms. calibrate: batches (dicts of
     keyword inputs or tuples); None uses synthetic inputs. fit: reconstruct fits the converted branches' own weights to
-    `calibrate` block by block, constants only what stands in place of a norm. live: return a rewritten copy of the
-    module itself instead of its captured graph, as `rewrite` makes it in place. Warns where the graph follows one path
-    of a module that chooses by its data. Raises Refused where a block cannot be converted.
+    `calibrate` block by block, constants only what stands in place of a norm. keep_sizes: convert a Post-LN module to
+    pre exactly, without data: its graph then computes for each token what the norms divided by (not with `live`).
+    live: return a rewritten copy of the module itself instead of its captured graph, as `rewrite` makes it in place.
+    Warns where the graph follows one path of a module that chooses by its data. Raises Refused where a block cannot be
+    converted.
     """
     if live:
         from .live.rewriting import rewrite
 
         module = copy.deepcopy(module)
-        text = placing(to, norm, blocks, fit)
+        text = placing(to, norm, blocks, fit, keep_sizes)
         rewrite(module, text, args=args, kwargs=kwargs, calibrate=calibrate, partial=partial, seed=seed, undo=False)
         return module
     program = capture(module, args, kwargs)
     for path in program.fixed_paths:
         warnings.warn(f"captured on one path, that of the example inputs: {path}", stacklevel=2)
-    return Pipeline.parse(placing(to, norm, blocks, fit)).run(program, calibrate, partial, seed).program.module()
+    pipeline = Pipeline.parse(placing(to, norm, blocks, fit, keep_sizes))
+    return pipeline.run(program, calibrate, partial, seed).program.module()

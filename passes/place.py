@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from lnrewrite.algebra.placement import WRITABLE, Conversion, switches, usual_norm
+from lnrewrite.algebra.sizes import keep_sizes
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Block, Exactness, Placement, Proposal, Side, Stream, Where
 from lnrewrite.pipeline import Context, Pass
@@ -46,6 +47,16 @@ class Place(Pass):
     really hand on. Embedding norm and final norm stay; post adds an embedding norm where there is none, and the final
     norm is the last block's post norm. Tokens of outlying size (attention sinks) take no part in the fits.
 
+    With `keep-sizes`, post to pre is exact and needs no data: the scalar stays in the graph. S is the product of all s
+    up to a sum, one number per token, and y = S (p + F(p)) is the trunk, which is in no norm's way any more::
+
+        p = g N(y / S) + b        y' = g / c (y - mean y) + S' (b + F(p))        S' = S s(y / S) / c
+
+    eps is exact, as N reads what it read; rms norms leave the mean. It takes all blocks of a stream. The embedding norm
+    becomes the first block's in norm; where there is none, that block stays without. y has the size of S; powers of two
+    c, near what the gains let expect of s, keep it from growing with the depth. A token that goes on growing can still
+    leave the range of float16 (65504): run the result in bfloat16 or float32 then.
+
     Before (place{to=peri})::
 
         stream net width=4
@@ -66,22 +77,37 @@ class Place(Pass):
     """
 
     name: ClassVar[str] = "place"
-    exactness: ClassVar[Exactness] = Exactness.CALIBRATED
-    needs_data: ClassVar[bool] = True
     needs_blocks: ClassVar[bool] = True
 
     to: Literal["pre", "post", "peri", "output", "none"]
     norm: Literal["auto", "layer", "rms"] = "auto"
     blocks: str | None = None
     fit: Literal["reconstruct", "constants"] = "reconstruct"
+    keep_sizes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep_sizes and (self.to, self.norm, self.fit) != ("pre", "auto", "reconstruct"):
+            raise ValueError("keep-sizes is for to=pre alone; it puts in the norms that there are, and fits nothing")
+
+    @property
+    def exactness(self) -> Exactness:
+        """Return algebraic where sizes are kept, else calibrated."""
+        return Exactness.ALGEBRAIC if self.keep_sizes else Exactness.CALIBRATED
+
+    @property
+    def needs_data(self) -> bool:
+        """Return whether constants are fitted."""
+        return not self.keep_sizes
 
     @property
     def plainer(self) -> Pass | None:
         """Return the conversion with constants alone, where this one has the branches' weights fitted."""
-        return replace(self, fit="constants") if self.fit == "reconstruct" else None
+        return replace(self, fit="constants") if self.fit == "reconstruct" and not self.keep_sizes else None
 
     def plan(self, stream: Stream, context: Context) -> Proposal:
         """Return the edits that take the selected blocks of a stream to `to`."""
+        if self.keep_sizes:
+            return keep_sizes(stream, context, context.selected(self.blocks))
         target = Placement(self.to)
         chosen = [b for b in stream.blocks if b.name in context.selected(self.blocks)]
         moving = [b for b in chosen if b.placement is not target]

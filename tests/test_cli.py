@@ -206,7 +206,7 @@ def test_weights_inputs_and_blocks() -> None:
 
 
 def test_passes_and_explain() -> None:
-    assert re.search(r"^place +calibrated +yes +Convert blocks", ok("passes").stdout, re.M)
+    assert re.search(r"^place +depends +yes +Convert blocks", ok("passes").stdout, re.M)
     assert "to: pre|post|peri|output|none" in ok("passes", "place").stdout
     rows = json.loads(ok("passes", "--json").stdout)["passes"]
     assert {"canonicalize", "fold-affine", "place"} <= {row["name"] for row in rows}

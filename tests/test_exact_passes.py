@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 
 from lnrewrite.ir import (
+    Affine,
+    Center,
     DropScale,
     Edit,
     Exactness,
@@ -23,6 +25,7 @@ from lnrewrite.ir import (
     Proposal,
     ScaleWriter,
     SetNorm,
+    Size,
     Stream,
     Where,
     site_name,
@@ -105,6 +108,7 @@ OPTIONED = (
     "rescale-stream{by=3}",
     "layernorm-to-rmsnorm{sources=weights}",
     "untie{what=all}",
+    "place{to=pre keep-sizes}",
 )
 
 
@@ -260,6 +264,41 @@ stream toy width=6
     writes @o.weight:0
   final  rms(eps=0.1 gamma=@f) over layer(eps=0.3) -> @head.weight:1
 """
+POSTED = """
+stream toy width=6
+  source @wte.weight:1(table)
+  embedding rms(eps=0.1 gamma=@g beta=@t) -> @q.weight:1
+  block a attention post
+    post   layer(eps=0.2 gamma=1+@h beta=@k) -> @u.weight:0 @v.weight:1
+    reads  @q.weight:1
+    writes @o.weight:0+@o.bias
+  block b mlp post group=0 scale=1.5
+    post   layer(eps=0.3 gamma=@p beta=@r) -> @w.weight:1
+    reads  @u.weight:0
+    scale  written *0.5
+    writes @d.weight:1
+  block c mlp post group=0 scale=1.5
+    post   layer(eps=0.3 gamma=@p beta=@r) -> @w.weight:1
+    reads  @v.weight:1
+    writes @y.weight:1
+  block d mlp post
+    post   layer(eps=0.1 gamma=@f) -> @head.weight:1
+    reads  @w.weight:1
+    writes @e.weight:0
+"""
+
+
+def on_sizes(change: Callable[[Affine, Size], Operation | None]) -> Callable[[Proposal], Proposal]:
+    return each(lambda o: change(o, o.scale) if isinstance(o, Affine) and isinstance(o.scale, Size) else o)
+
+
+def sizes_at(where: Where, before: bool = False) -> Callable[[Proposal], Proposal]:
+    """Leave out the sizes at one edge."""
+    return on_sizes(lambda o, size: None if (o.where, o.before) == (where, before) else o)
+
+
+def on_affines(change: Callable[[Affine], Operation | None]) -> Callable[[Proposal], Proposal]:
+    return each(lambda o: change(o) if isinstance(o, Affine) and not isinstance(o.scale, Size) else o)
 
 
 def on_writers(change: Callable[[ScaleWriter], Operation | None]) -> Callable[[Proposal], Proposal]:
@@ -293,6 +332,7 @@ def without_gain(o: Operation) -> Operation:
     return replace(o, norm=replace(o.norm, gamma=None, beta=None, plus_one=False)) if isinstance(o, Normalize) else o
 
 
+KEEP = "place{to=pre keep-sizes}"
 Spoil = Callable[[Proposal], Proposal]
 WRONG: dict[str, tuple[str, str, Spoil]] = {
     "the bias": ("fold-affine", PICTURE, on_folds(lambda o: replace(o, shift=None))),
@@ -345,6 +385,23 @@ WRONG: dict[str, tuple[str, str, Spoil]] = {
     "the weights of a batch norm": ("fold-batchnorm", STACKED, on_writers(nothing)),
     "the rows of the table": ("fold-embedding-norm", STACKED, each(lambda o: None if isinstance(o, Normalize) else o)),
     "the gain of the rows": ("fold-embedding-norm", STACKED, each(without_gain)),
+    "eps of a size": (
+        KEEP,
+        POSTED,
+        on_sizes(lambda o, size: replace(o, scale=replace(size, norm=replace(size.norm, eps=0.0)))),
+    ),
+    "the sizes before": (KEEP, POSTED, on_sizes(lambda o, size: replace(o, scale=replace(size, before=None)))),
+    "the size of what a branch reads": (KEEP, POSTED, sizes_at(Where.IN, before=True)),
+    "the size of what a branch adds": (KEEP, POSTED, sizes_at(Where.OUT)),
+    "the size of the last state": (KEEP, POSTED, sizes_at(Where.POST, before=True)),
+    "the mean of the trunk": (KEEP, POSTED, on_affines(lambda o: None if isinstance(o.scale, Center) else o)),
+    "the gain of a trunk norm": (
+        KEEP,
+        POSTED,
+        on_affines(lambda o: o if isinstance(o.scale, Center) else replace(o, scale=None)),
+    ),
+    "the bias of a trunk norm": (KEEP, POSTED, on_affines(lambda o: replace(o, shift=None))),
+    "the norm that a branch reads through": (KEEP, POSTED, on_norms(lambda o: None if o.where is Where.IN else o)),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import re
@@ -96,6 +97,20 @@ def test_conversion_runs_on_real_sentences_and_tells_its_drift(to: str, program:
     with torch.no_grad():
         out = result.program.module()(**batches[-1]).last_hidden_state
     assert torch.isfinite(out).all()
+
+
+def test_with_sizes_kept_the_conversion_to_pre_is_exact(program: Any, batches: Any) -> None:
+    result = lnr.Pipeline.parse("place{to=pre keep-sizes}").run(program)
+    report = result.report
+    assert (report.placement_before, report.placement_after) == ("post", "pre")
+    assert str(report.exactness) == "algebraic" and not report.refusals and report.drift is None
+    network = result.program.network
+    assert [b.placement.value for b in network.blocks] == ["pre"] * 12 and network.streams[0].final
+    assert not network.refusals and not result.program.certified.refusals
+    modules = [copy.deepcopy(p.module()).double() for p in (program, result.program)]
+    with torch.no_grad():
+        want, got = (module(**batches[0]).last_hidden_state for module in modules)
+    assert want.dtype is torch.float64 and ((want - got).norm() / want.norm()).item() < 1e-12
 
 
 def test_conversion_to_post_has_nothing_to_do(program: Any, batches: Any) -> None:

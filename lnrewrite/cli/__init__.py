@@ -66,9 +66,12 @@ def inspect(model: str, how: OpenOptions, screen: Screen) -> None:
 @click.option("-o", "--output", required=True, metavar="OUT", help=OUT)
 @click.option("--norm", default="auto", show_default=True, help="Kind of inserted norms: auto, layer or rms.")
 @click.option("--blocks", metavar="SELECT", help="name-glob, 3, 0-5, first:25%, last:2, attention, mlp, joined by ';'.")
-@click.option("--fit", default="reconstruct", show_default=True, help="With DATA: reconstruct, or constants alone.")
+@click.option("--fit", help="With DATA: reconstruct, which is the default, or constants alone.")
+@click.option("--keep-sizes", is_flag=True, help="Post to pre, exactly: keep what a norm divides by, for each token.")
 @options(model=True, writes=True)
-def convert(model: str, to: str, output: str, norm: str, blocks: str | None, fit: str, **asked: Any) -> int:
+def convert(
+    model: str, to: str, output: str, norm: str, blocks: str | None, fit: str | None, keep_sizes: bool, **asked: Any
+) -> int:
     """Change where the norms sit: MODEL with every (selected) block converted to one placement."""
     from ..pipeline.driver import Pipeline
     from ..pipeline.spec import placing
@@ -79,7 +82,10 @@ def convert(model: str, to: str, output: str, norm: str, blocks: str | None, fit
     if selection is not None and not re.fullmatch(r"[^\s{}]+", selection):
         remedy = "write terms such as 0-5 or attention, joined by ';'"
         raise UsageError(Code.LN004, f"block selection {blocks!r}", "it is empty or holds spaces or braces", remedy)
-    return _rewrite(model, Pipeline.parse(placing(to, norm, selection, fit)), output, **asked)
+    if keep_sizes and fit:
+        raise UsageError(Code.LN003, "--fit with --keep-sizes", "nothing is fitted where sizes are kept", "give one")
+    text = placing(to, norm, selection, fit or "reconstruct", keep_sizes)
+    return _rewrite(model, Pipeline.parse(text), output, **asked)
 
 
 @main.command()

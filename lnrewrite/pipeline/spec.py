@@ -212,6 +212,9 @@ def _default(option: dataclasses.Field[object]) -> object:
     return option.default
 
 
-def placing(to: str, norm: str = "auto", blocks: str | None = None, fit: str = "reconstruct") -> str:
+def placing(
+    to: str, norm: str = "auto", blocks: str | None = None, fit: str = "reconstruct", keep_sizes: bool = False
+) -> str:
     """Spell the pipeline that converts the selected blocks to one placement."""
-    return f"place{{to={to} norm={norm} fit={fit}" + (f" blocks={blocks}" if blocks else "") + "}"
+    more = f" blocks={blocks}" * bool(blocks) + " keep-sizes" * keep_sizes
+    return f"place{{to={to} norm={norm} fit={fit}{more}}}"

@@ -25,6 +25,7 @@ PIPELINES = {
     "scales": "absorb-scales",
     "batch norm": "fold-batchnorm",
     "embedding": "untie,fold-embedding-norm,merge-norms",
+    "sizes": "place{to=pre keep-sizes}",
 }
 """Every exact pass alone, or behind what it needs, and every preset."""
 RIGHT = 1e-9
