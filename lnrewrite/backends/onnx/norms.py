@@ -36,6 +36,8 @@ SITE = "lnrewrite.site"
 """The key of a norm's site in its node's metadata."""
 ONES = "lnrewrite.ones"
 """How the names begin of the gains that the operators demand where the norm itself has none."""
+ZEROS = "lnrewrite.zeros"
+"""How the names begin of biases of that kind."""
 
 Attributes = Mapping[str, ir.Attr | int | float | Sequence[int]]
 
@@ -180,7 +182,7 @@ def ones(graph: ir.Graph, x: ir.Value) -> ir.Value:
 
 def zeros(graph: ir.Graph, x: ir.Value) -> ir.Value:
     """Return the bias of zeros [width] in the dtype of `x` [..., width], made where the graph has none yet."""
-    return _filled(graph, x, "lnrewrite.zeros", 0)
+    return _filled(graph, x, ZEROS, 0)
 
 
 def _filled(graph: ir.Graph, x: ir.Value, name: str, number: int) -> ir.Value:
