@@ -71,12 +71,11 @@ class GraphModel(Exportable, Generic[StoredT]):
         """Return whether the model computes in half precision."""
         return any(op.dtype in {"float16", "bfloat16"} for op in self.graph)
 
+    @abstractmethod
     def fitted(
         self, original: Self, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
     ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
-        """Return the model with some blocks' branches fitted to data: itself, where there are no gradients."""
-        why = "its branches were not fitted to the data: that takes gradients, which an ONNX model does not have"
-        return self, (), (f"{why}; convert the PyTorch model and export it, or pass --fit constants",)
+        """Return the model with some blocks' branches fitted to what `original` does on data; this one is used up."""
 
     def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> Drift:
         """Compare another program's outputs with this one's on the batches."""

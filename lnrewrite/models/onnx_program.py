@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -40,7 +40,7 @@ from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec
 from ..kernels.library import DOMAIN, find
 from ..pipeline.protocols import Batch
-from ..pipeline.report import Report
+from ..pipeline.report import Fitted, Report
 from .base import Example, GraphModel
 
 TRIED = 20_000
@@ -173,8 +173,7 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         return held.numpy().astype("float64")
 
     def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        named = batch if isinstance(batch, Mapping) else dict(zip(self.example_inputs(), batch, strict=True))
-        found = self.module().watch(wanted, **named)
+        found = self.module().watch(wanted, **self._by_name(batch))
         return {name: found[name] for name in wanted}
 
     def synthetic(self, seed: int) -> Sequence[Batch]:
@@ -220,6 +219,26 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
         count = Rewriter(OnnxEditor(model, self.graph), self.graph, vectors).carry_out(edits, label)
         return type(self)(model, style=self.style, given=self._given, done=(*self.done, label)), count
+
+    def fitted(
+        self, original: OnnxProgram, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+    ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
+        """Return the model with some blocks' branches fitted to what `original` does on data; this one is used up."""
+        from ..reconstruction.onnx_models import OnnxSide, fitted_onnx
+
+        sides = [OnnxSide(p.model, p.network) for p in (original, self)]
+        given = [[original.tensors(b) for b in half] for half in (fit, held)]
+        rows, notes, values = fitted_onnx(sides[0], sides[1], blocks, *given)
+        for name, value in values.items():
+            self.model.graph.initializers[name].const_value = ir.tensor(value, name=name)
+        return type(self)(self.model, style=self.style, given=self._given, done=self.done), rows, notes
+
+    def tensors(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return a batch's inputs by name, of the types that the model declares."""
+        return {n: torch.from_numpy(a) for n, a in self.module().feed((), self._by_name(batch)).items()}
+
+    def _by_name(self, batch: Batch) -> Mapping[str, object]:
+        return batch if isinstance(batch, Mapping) else dict(zip(self.example_inputs(), batch, strict=True))
 
     def to_onnx(self, opset: int | None = None) -> ir.Model:
         """Return a copy of the model. Raises LnrewriteError LN503 where another opset is asked for."""
