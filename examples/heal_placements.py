@@ -33,7 +33,7 @@ TO = ("post", "peri", "none", "output")
 STEPS = {"tinygpt": 13_000, "tinyrope.safetensors": 6_000, "gpt2": 2_000, "llama": 2_000, "qwen3": 2_000}
 """The steps that each model was trained for, of 16 windows of 128 bytes."""
 
-Job = dict[str, str | int]
+Job = dict[str, str | int | list[str]]
 
 
 @cache
@@ -55,10 +55,11 @@ def teacher_of(model: str) -> Program:
 def one(job: Job) -> dict:
     """Convert, heal, and return the job with what the report says."""
     torch.set_num_threads(1)
-    started, teacher, control = time.perf_counter(), teacher_of(job["model"]), job["to"] == TO[0]
+    started, teacher, control = time.perf_counter(), teacher_of(job["model"]), job["controlled"]
     place = lnr.Pipeline.parse(f"place{{to={job['to']} fit={job['fit']}}}")
     student = place.run(teacher, demo.calibration(seed=job["seed"])).program
     how = {"tokens": job["tokens"], "seed": job["seed"], "held_out": job["held_out"], "control": control}
+    how |= {key: json.loads(value) for key, value in (option.split("=", 1) for option in job["options"])}
     report = lnr.heal(teacher, student, job["text"], **how).report
     losses = {name: row["mean"] for name, row in report.losses.items()}
     return job | {"losses": losses, "lr": report.recipe["lr"], "seconds": time.perf_counter() - started}
@@ -81,7 +82,7 @@ def run_all(todo: list[Job], kept: Path | None, processes: int) -> list[dict]:
 
 
 def _name(job: dict) -> str:
-    return " ".join(str(job[key]) for key in ("model", "to", "fit", "tokens", "seed"))
+    return " ".join([*(str(job[key]) for key in ("model", "to", "fit", "tokens", "seed")), *job["options"]])
 
 
 def table(rows: list[dict], tokens: int, share: float) -> None:
@@ -92,7 +93,7 @@ def table(rows: list[dict], tokens: int, share: float) -> None:
     click.echo(f"{statistics.fmean(control.values()):.4f}; {tokens:,} tokens, {share:.0%} of its training:\n")
     click.echo("| to | converted | healed | gap to control | seeds | to the model as trained |")
     click.echo("|---|---|---|---|---|---|")
-    for to in TO:
+    for to in dict.fromkeys(r["to"] for r in rows):
         runs = [r for r in rows if r["to"] == to]
         before, after = (statistics.fmean(r["losses"][key] for r in runs) for key in ("converted", "healed"))
         gaps = [r["losses"]["healed"] - control[r["seed"]] for r in runs]
@@ -107,10 +108,20 @@ def table(rows: list[dict], tokens: int, share: float) -> None:
 @click.option("--trained", type=int, help="The tokens of its training.  [default: what these scripts make of it]")
 @click.option("--seeds", default=5, help="Seeds of data order and calibration.")
 @click.option("--fit", type=click.Choice(["reconstruct", "constants"]), default="reconstruct", help="As in `convert`.")
+@click.option("--to", "placements", multiple=True, type=click.Choice(TO), default=TO, help="These placements.")
+@click.option("--option", "options", multiple=True, help="Of `lnr.heal`, its value as JSON: lr=6e-4, progressive=true.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each.")
 @click.option("--rows", type=click.Path(path_type=Path), help="A file that keeps each run's figures.")
 def main(
-    model: str, share: float, trained: int | None, seeds: int, fit: str, processes: int, rows: Path | None
+    model: str,
+    share: float,
+    trained: int | None,
+    seeds: int,
+    fit: str,
+    placements: tuple[str, ...],
+    options: tuple[str, ...],
+    processes: int,
+    rows: Path | None,
 ) -> None:
     """Print the table of gaps of MODEL: tinygpt, tinyrope.safetensors or a folder."""
     from train_tinygpt import sources
@@ -121,7 +132,8 @@ def main(
         text.write_bytes(sources(Path(sysconfig.get_paths()["stdlib"]), 0)[0])
         held_out.write_bytes(demo.heldout_text())
         base = {"model": model, "fit": fit, "tokens": tokens, "text": str(text), "held_out": str(held_out)}
-        found = run_all([base | {"to": to, "seed": s} for s in range(seeds) for to in TO], rows, processes)
+        jobs = [base | {"options": list(options), "to": to, "seed": s} for s in range(seeds) for to in placements]
+        found = run_all([job | {"controlled": job["to"] == placements[0]} for job in jobs], rows, processes)
     table(found, tokens, share)
     minutes, each = (time.perf_counter() - started) / 60, sum(r["seconds"] for r in found) / 60
     click.echo(f"\n{len(found)} runs, {processes} at a time, one thread each: {minutes:.1f} min ({each:.1f} in all)")
