@@ -40,3 +40,9 @@ def wrapped(lines: Iterable[str]) -> Iterator[str]:
         broken = textwrap.wrap(line.strip(), WIDTH - len(start) - 4, break_on_hyphens=False, replace_whitespace=False)
         yield start + broken[0]
         yield from (f"{start}    {rest}" for rest in broken[1:])
+
+
+def clock(seconds: float) -> str:
+    """Return a time as minutes and seconds: 75 s is 1:15."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

@@ -36,7 +36,7 @@ from ..ir import (
     Where,
     sums,
 )
-from ..pipeline.protocols import Context
+from ..pipeline.protocols import Context, kept_of
 from .placement import WRITABLE, switches
 
 INSTEAD = "convert it without keeping sizes"
@@ -101,7 +101,7 @@ class Sizes:
         size, first = Size(self.of, norm, self.size, self.usual), group[0]
         gain = self.context.gain(norm) * np.ones(self.stream.width)
         shift = self.context.values(norm.beta).reshape(-1) if norm.beta else 0 * gain
-        kept = self.kept(first)
+        kept = float(np.asarray(kept_of(first, self.context.values)).item())
         for block in group:
             made = operations[block.name]
             if self.size:
@@ -116,14 +116,6 @@ class Sizes:
         self.size = size
         expected = abs(kept) * np.sqrt(np.mean(gain**2 + shift**2))
         self.usual = 2.0 ** round(np.log2(expected)) if 0 < expected < np.inf else 1.0
-
-    def kept(self, block: Block) -> float:
-        """Return what a sum multiplies its skip by."""
-        by = block.scale
-        for scale in block.scaled("skip"):
-            value = float(self.context.values(scale.by).item() if isinstance(scale.by, str) else scale.by)
-            by = by / value if scale.inverse else by * value
-        return by
 
     def leave(self, block: Block, last: bool, operations: list[Operation]) -> None:
         """Take the norm off behind a sum; behind the last it stays, and reads what it read."""

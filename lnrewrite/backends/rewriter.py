@@ -48,7 +48,8 @@ class Rewriter(Generic[Handle]):
         self.editor, self.view = editor, graph
         self.operands, self.wiring = Operands(editor, vectors), Wiring(editor, graph)
         self.biases: dict[str, str] = {}
-        self.sizes: dict[tuple[str, Handle | None], Handle] = {}
+        self.sizes: dict[str, Handle] = {}
+        self.divided: dict[tuple[str, Handle], Handle] = {}
 
     def carry_out(self, proposals: Sequence[tuple[Stream, Proposal]], label: str) -> int:
         """Carry out all edits of all streams, drop what they leave without a use, and return how many there were."""
@@ -182,21 +183,21 @@ class Rewriter(Generic[Handle]):
         """Return x * S, or x / S, which all that divide one value by one size share."""
         if not by.inverse:
             return self.editor.times(x, self.size(stream, by), False)
-        if (by.of, x) not in self.sizes:
-            self.sizes[by.of, x] = self.editor.times(x, self.size(stream, by), True)
-        return self.sizes[by.of, x]
+        if (by.of, x) not in self.divided:
+            self.divided[by.of, x] = self.editor.times(x, self.size(stream, by), True)
+        return self.divided[by.of, x]
 
     def size(self, stream: Stream, size: Size) -> Handle:
         """Return S = S' s(y / S') / c, computed once, right behind y / S'."""
-        if (size.of, None) not in self.sizes:
+        if size.of not in self.sizes:
             site = next((b.at(Where.POST) for b in stream.blocks if b.name == size.of), stream.embedding)
             if site is None:
                 self.fail(f"there is no norm behind {size.of}")
             y, before = self.wiring.stand(site.origin[0]), size.before
             z = self.sized(stream, y, replace(before, inverse=True)) if before else y
             made = self.editor.size(z, size.norm, size.usual)
-            self.sizes[size.of, None] = self.editor.times(made, self.size(stream, before), False) if before else made
-        return self.sizes[size.of, None]
+            self.sizes[size.of] = self.editor.times(made, self.size(stream, before), False) if before else made
+        return self.sizes[size.of]
 
     def begin(self, stream: Stream, op: Affine) -> None:
         """Insert scale * x + shift where a stream starts, or before its embedding norm."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..backends.inputs import Tensors
 from ..backends.torch.feeding import flat_inputs
 from ..errors import Code, Exit, LnrewriteError, UsageError
+from ..layout import clock
 from ..models.program import Program
 from ..quiet import LOGGER
 from .budget import tokens_of
@@ -225,8 +226,7 @@ class _Clock:
 
 
 def _spell(tokens_per_second: float, seconds_left: float) -> str:
-    minutes, rest = divmod(round(seconds_left), 60)
-    return f"{tokens_per_second:,.0f} tokens/s  {minutes}:{rest:02d} left"
+    return f"{tokens_per_second:,.0f} tokens/s  {clock(seconds_left)} left"
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from ..ir import (
     site_name,
     sums,
 )
-from .protocols import Batch, Samples, gain_of
+from .protocols import Batch, Samples, gain_of, kept_of
 from .sounding import Edits, Provable, sound
 
 if TYPE_CHECKING:
@@ -216,21 +216,12 @@ def _wrong_sums(program: Certifiable, seed: int) -> Iterator[str]:
         if any(t.shape != seen.total.shape for t in terms):  # the stream changes its number of tokens
             continue
         try:
-            terms[0] = terms[0] * _kept(program, first)
+            terms[0] = terms[0] * kept_of(first, program.values)
         except LnrewriteError:  # a factor that is computed
             continue
         largest = max(abs(t).max(initial=1e-30) for t in (*terms, seen.total))
         if abs(sum(terms) - seen.total).max(initial=0) > (ROUGH if program.narrow else SUM) * largest:
             yield first.name
-
-
-def _kept(program: Certifiable, block: Block) -> Floats | float:
-    """Return what a sum multiplies its skip by: a number, or one for each channel."""
-    by: Floats | float = block.scale
-    for scale in block.scaled("skip"):
-        value = program.values(scale.by).reshape(-1) if isinstance(scale.by, str) else scale.by
-        by = by / value if scale.inverse else by * value
-    return by
 
 
 # ---- what follows ----

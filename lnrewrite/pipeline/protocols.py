@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeVar
 
-from ..ir import Exactness, Network, Norm, Proposal, Stream
+from ..ir import Block, Exactness, Network, Norm, Proposal, Stream
 from ..ir.select import select
 from .report import Fitted
 from .results import Drift
@@ -94,6 +94,15 @@ class Context:
 def gain_of(norm: Norm, values: Callable[[str], Floats]) -> Floats | float:
     """Return what a norm multiplies by, given a parameter's `values`: see `Context.gain`."""
     return norm.factor * (1.0 if norm.gamma is None else values(norm.gamma).reshape(-1) + norm.plus_one)
+
+
+def kept_of(block: Block, values: Callable[[str], Floats]) -> Floats | float:
+    """Return what a sum multiplies its skip by, given a parameter's `values`: a number, or one for each channel."""
+    by: Floats | float = block.scale
+    for scale in block.scaled("skip"):
+        value = values(scale.by).reshape(-1) if isinstance(scale.by, str) else scale.by
+        by = by / value if scale.inverse else by * value
+    return by
 
 
 class Model(Protocol):

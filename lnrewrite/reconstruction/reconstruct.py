@@ -20,6 +20,7 @@ from ..backends.torch.capture import evaluating
 from ..backends.torch.fixed import other_path
 from ..backends.torch.module import CapturedModule
 from ..ir import Block, Kind, Network, Where, sums
+from ..layout import clock
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Fitted
 from ..quiet import LOGGER
@@ -130,8 +131,8 @@ class Reconstruction:
             totals, starts = targets.of(at)
             if at in todo:
                 found.append(row := self.sum(at, totals, starts))
-                minutes, seconds = divmod((time.perf_counter() - started) * (len(todo) / len(found) - 1), 60)
-                told = f"error {row.before:.2g} -> {row.after:.2g}, some {minutes:.0f}:{seconds:02.0f} left"
+                left = clock((time.perf_counter() - started) * (len(todo) / len(found) - 1))
+                told = f"error {row.before:.2g} -> {row.after:.2g}, some {left} left"
                 LOGGER.info(f"{len(found)}/{len(todo)} {row.blocks[0]}: {told}")
             self.before[at[0]] = list(zip(totals, self.student.go(), strict=True))
         return found

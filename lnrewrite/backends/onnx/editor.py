@@ -119,13 +119,13 @@ class OnnxEditor:
         value = self.center(value, norm.axis) if norm.kind is Kind.LAYER else value
         assert value.dtype is not None
         mean = self.mean(self.node("Mul", [value, value], value, f"{x.name}.square"), norm.axis)
-        eps, by = (
-            constant(self.graph, self.unique(f"{x.name}.{name}"), np.array(number, value.dtype.numpy()))
-            for name, number in (("eps", norm.eps), ("usual", usual))
-        )
+        like = value.dtype.numpy()
+        eps = constant(self.graph, self.unique(f"{x.name}.eps"), np.array(norm.eps, like))
         root = self.node("Sqrt", [self.node("Add", [mean, eps], mean, f"{x.name}.variance")], mean, f"{x.name}.root")
-        root = root if usual == 1 else self.node("Div", [root, by], root, f"{x.name}.size")
-        return root if value is x or value.dtype == x.dtype else cast(self.node, root, x.dtype)
+        if usual != 1:
+            by = constant(self.graph, self.unique(f"{x.name}.usual"), np.array(usual, like))
+            root = self.node("Div", [root, by], root, f"{x.name}.size")
+        return root if value.dtype == x.dtype else cast(self.node, root, x.dtype)
 
     def times(self, x: ir.Value, by: ir.Value, inverse: bool) -> ir.Value:
         """Return a new x * by, or x / by."""
