@@ -69,6 +69,7 @@ __all__ = [
     "capture",
     "convert",
     "explain",
+    "export_model",
     "heal",
     "load",
     "norm_add_norm",
@@ -80,7 +81,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .api import convert, load, rewrite_file
+    from .api import convert, export_model, load, rewrite_file
     from .codes import explain
     from .comparison.verifying import verify
     from .errors import LnrewriteError, Refused, UsageError
@@ -98,6 +99,7 @@ _HOME = {
     "Refused": "errors",
     "UsageError": "errors",
     "explain": "codes",
+    "export_model": "api",
     "Pipeline": "pipeline.driver",
     "Result": "pipeline.driver",
     "OnnxProgram": "models.onnx_program",

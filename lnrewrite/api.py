@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.export import Dim
 
+from .backends.torch.cached import generates
 from .backends.torch.capture import Capture, capture_module, from_program
 from .compat.torch import pytree
 from .data.batches import reader_of
@@ -65,7 +66,38 @@ def load_source(source: Source) -> Program | OnnxProgram:
         from .models.onnx_program import OnnxProgram
 
         return OnnxProgram.open(source.file, source.name, source.how.inputs, source.how.seed)
+    return _loaded(source, open_module(source))
+
+
+def load_to_export(source: Source, kv_cache: bool | None = None) -> Program | OnnxProgram:
+    """Open and capture what `identify` found as it is exported: a model that generates with its cache.
+
+    kv_cache: None takes a cache where that can be, and says where not, True insists, False captures the model without.
+    Inputs that a user gives describe a call without one. Raises as `load`, LnrewriteError LN504.
+    """
+    check_device(source.how.device)
+    plain = source.how.inputs is not None or source.how.device != "cpu" or source.format is Format.ONNX
+    if kv_cache is False or (plain and not kv_cache):
+        return load_source(source)
+    if source.format is Format.ONNX:
+        return load_source(source)
     opened = open_module(source)
+    if opened.module is None or not (kv_cache or generates(opened.module)):
+        return _loaded(source, opened)
+    need_onnx(f"model {source.name!r}")
+    from .models.decoder import decoder
+
+    try:
+        return decoder(opened.module, opened.notes, format=opened.kind, tokenizer=opened.tokenizer)
+    except LnrewriteError as error:
+        if kv_cache or error.code != Code.LN504:
+            raise
+        why = f"exported without a cache: {error.why}"
+    return _loaded(source, replace(opened, notes=(*opened.notes, why)))
+
+
+def _loaded(source: Source, opened: Opened) -> Program:
+    """Capture what was opened."""
     if opened.program is not None:
         taken = _taken_over(source.name, opened.program)
         check_finite(taken.module)
@@ -73,6 +105,31 @@ def load_source(source: Source) -> Program | OnnxProgram:
     assert opened.module is not None
     check_finite(opened.module)
     return _captured(source, opened, opened.module.to(source.how.device))
+
+
+def export_model(
+    model: nn.Module | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    kv_cache: bool | None = None,
+    trust_remote_code: bool = False,
+    force: bool = False,
+    **how: Any,
+) -> Report:
+    """Write a model as ONNX for a target and return the report: any MODEL, or a living module of transformers.
+
+    A model that generates is written as it generates: input_ids [b, s], attention_mask [b, p + s], position_ids [b, s]
+    where used, past_key_values.N.key/value [b, heads, p, size] -> logits, present.N.key/value. kv_cache: None does so
+    where it can be done and says in the notes why not, True insists, False never. how: target, dtype, opset, optimize,
+    fuse, verify as `Program.export` takes them. Raises as that, and LnrewriteError LN504 for a cache that cannot be.
+    """
+    if isinstance(model, nn.Module):
+        from .models.decoder import decoder
+
+        need_onnx(type(model).__name__)
+        return decoder(model).export(path, force=force, **how)
+    source = identify(model, OpenOptions(None, False, trust_remote_code, None, "cpu", 0))
+    return load_to_export(source, kv_cache).export(path, force=force, **how)
 
 
 def _captured(source: Source, opened: Opened, module: nn.Module) -> Program:

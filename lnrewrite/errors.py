@@ -89,6 +89,7 @@ class Code(StrEnum):
     LN501 = "LN501"
     LN502 = "LN502"
     LN503 = "LN503"
+    LN504 = "LN504"
     LN520 = "LN520"
     LN530 = "LN530"
     LN531 = "LN531"

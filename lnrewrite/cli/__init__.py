@@ -115,6 +115,7 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
 @click.option("--opset", type=OPSET, metavar="N", help="The operator set; default 18, or the ONNX file's own.")
 @click.option("--optimize", metavar="MODE", help="auto or none: fuse the rest too; default auto for cpu, cuda.")
 @click.option("--fuse", default="ops", show_default=True, help="ops: what ONNX Runtime has; custom: lnrewrite's too.")
+@click.option("--no-kv-cache", is_flag=True, help="A model that generates: tokens in, logits out, and no cache.")
 @click.option("--no-verify", is_flag=True, help="Do not run the file against the model. Nothing proves it then.")
 @ACCEPT
 @FORCE
@@ -123,6 +124,7 @@ def export(
     model: str,
     output: str,
     force: bool,
+    no_kv_cache: bool,
     no_verify: bool,
     accept: bool,
     how: OpenOptions,
@@ -135,10 +137,10 @@ def export(
         raise UsageError(Code.LN025, output, "export writes ONNX files", "name an .onnx file")
     source = identify(model, how)
     with screen.working(f"capturing {model}"):
-        from ..api import load_source
+        from ..api import load_to_export
         from ..pipeline.job import check_paths
 
-        program = load_source(source)
+        program = load_to_export(source, False if no_kv_cache else None)
         check_paths(model, program.fixed_paths, accept)
         report = program.export(target, force=force, verify=not no_verify, **wanted)
     if no_verify:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..backends.running import Runnable
@@ -26,5 +27,15 @@ class Exportable(Runnable):
         """Return the picture of the model."""
 
     @abstractmethod
-    def to_onnx(self, opset: int | None = None) -> onnx_ir.Model:
-        """Return the model in ONNX, each norm one operator, in memory of its own. opset: None takes a usual one."""
+    def to_onnx(self, opset: int | None = None, *, contrib: bool = False) -> onnx_ir.Model:
+        """Return the model in ONNX, each norm one operator, in memory of its own.
+
+        opset: None takes a usual one. contrib: operators of ONNX Runtime's own may stand for what is no norm.
+        """
+
+    def tried(self, candidate: Runnable, bound: float) -> Sequence[str]:
+        """Run what was written as it is used, beyond single calls; return notes. Raise LnrewriteError where it fails.
+
+        bound: the largest error, relative to the largest output, that it may show.
+        """
+        return ()

@@ -81,7 +81,8 @@ def export(
     output = check_output(path, force)
     bound = TOLERANCE["fp16" if program.in_half and dtype == "fp32" else dtype]
     LOGGER.info("translating to ONNX")
-    model = program.to_onnx(opset)
+    contrib = TARGETS[target].contrib and optimize == "auto" and (target, dtype) != ("cuda", "fp32")  # no such kernels
+    model = program.to_onnx(opset, contrib=contrib)
     left, notes = raised(model, program.network), list(program.notes)
     if optimize == "auto":
         LOGGER.info("fusing the rest of the graph")
@@ -154,7 +155,7 @@ def wrong(program: Runnable, model: ir.Model, bound: float) -> str:
 def put(
     model: ir.Model,
     output: Path,
-    program: Runnable | None,
+    program: Exportable | None,
     bound: float,
     *,
     force: bool = True,
@@ -185,7 +186,7 @@ def put(
     return found
 
 
-def proved(program: Runnable, file: Path, output: Path, bound: float) -> Proof:
+def proved(program: Exportable, file: Path, output: Path, bound: float) -> Proof:
     """Run a written file against its program; raise LnrewriteError LN403 where it gives other numbers.
 
     A file with operators of lnrewrite is run by its definitions, and where the kernels are built by them too.
@@ -198,10 +199,11 @@ def proved(program: Runnable, file: Path, output: Path, bound: float) -> Proof:
             modules.append(runnable(read(file, str(output), inline=False)))
         proofs = [replace(proof(program, module, bound), dtype=module.precision) for module in modules]
         found = max(proofs, key=lambda each: each.max_rel)
+        more = [] if found.differs else [note for module in modules for note in program.tried(module, bound)]
     except LnrewriteError as error:
         remedy = error.remedy if error.code == Code.LN020 else remedy  # inputs that it names
         raise LnrewriteError(Code.LN403, str(output), error.why, remedy) from error
     if found.differs:
         why = f"its outputs are off by {found.max_rel:.2g} of the largest, and {bound:g} is allowed"
         raise LnrewriteError(Code.LN403, str(output), why, remedy)
-    return Proof(found, tuple(dict.fromkeys(note for module in modules for note in module.notes)))
+    return Proof(found, tuple(dict.fromkeys([*more, *(note for module in modules for note in module.notes)])))

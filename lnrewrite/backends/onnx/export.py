@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -41,12 +41,14 @@ def to_onnx(
     norms: Mapping[str, NormMatch],
     sites: Mapping[str, str],
     opset: int = OPSET,
+    prepare: Callable[[CapturedModule], object] | None = None,
 ) -> ir.Model:
     """Return a captured module as ONNX: inputs, outputs and parameters under their own names, dynamic axes kept.
 
     norms: the matches of `Detection`, by output node; those of kind layer and rms over the last axis become
     LayerNormalization and SimplifiedLayerNormalization, in the dtype of what they normalise. sites: their names for
-    people. Parameters are shared with the module, not copied. Raises LnrewriteError LN501 where torch.onnx fails,
+    people. prepare: what else is to be written otherwise, in place, in the copy that is translated. Parameters are
+    shared with the module, not copied. Raises LnrewriteError LN501 where torch.onnx fails,
     LN503 for an opset that it does not write.
     """
     if opset not in OPSETS:
@@ -56,6 +58,8 @@ def to_onnx(
         semantic = _Semantic(module)
         for output, found in norms.items():
             semantic.norm(found, sites.get(output, output))
+        if prepare is not None:
+            prepare(semantic.module)
         semantic.attend(opset)
         try:
             program = export_again(semantic.finish(), args, kwargs)

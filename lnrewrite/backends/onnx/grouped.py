@@ -1,0 +1,183 @@
+"""Attention that reads a cache as ONNX Runtime's one operator for it, which keeps the cache and rotates too.
+
+    k = cat(past_k, rotate(k_new)), v = cat(past_v, v_new)
+    softmax(rotate(q) k^T scale + mask) v, k and v repeated over the heads that share them
+      -> y, present_k, present_v = GroupQueryAttention(q, k_new, v_new, past_k, past_v, lengths, total, cos, sin, mask)
+
+Every row's keys are as long as the cache and the new tokens together, padding too: the mask, as a bias, hides what a
+row does not see. Positions are counted by the kernel, from the cache's length on: a row that is padded on the left is
+rotated further than the model does, keys and queries alike, which their products do not see. The kernel's contract:
+several new tokens after a past need a batch of one; the size of a head is a multiple of 8, of 16 with rotary inside.
+Rows that see nothing, which are padding, get means where torch gives zeros: nothing reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from ...compat.torch import operator_name
+from .norms import CONTRIB
+from .rotation import Bench, Rotation, rotation
+
+aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention.default
+KERNEL = f"{CONTRIB}::GroupQueryAttention"
+PLAIN, ROTARY = 8, 16
+"""What the size of a head is a multiple of, and the number of channels that are rotated where the kernel does it."""
+WHOLE = 1 << 62
+"""A slice to here ends where its tensor does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Hold the nodes of one attention over a cache; q, k, v are [batch, heads, new, size], `turn` rotates q and k."""
+
+    node: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    past: tuple[fx.Node, fx.Node]
+    present: tuple[fx.Node, fx.Node]
+    mask: fx.Node
+    scale: float
+    turn: Rotation | None = None
+
+
+def find(bench: Bench, most: int) -> Iterator[Grouped]:
+    """Yield the attentions that the kernel computes; tables of rotary embedding reach to `most` positions."""
+    tables: list[Rotation] = []
+    for node in bench.module.graph.find_nodes(op="call_function", target=SDPA):
+        if (found := _read(node)) is not None and _causal(bench, found.mask):
+            yield _turned(bench, found, most, tables)
+
+
+def _read(node: fx.Node) -> Grouped | None:
+    """Return what an attention consists of; None where the kernel does not compute it."""
+    inputs = node.all_input_nodes
+    if len(inputs) != 4 or len(node.args) > 4 or node.kwargs.get("is_causal") or node.kwargs.get("dropout_p"):
+        return None
+    q, key, value, mask = inputs
+    keys, values = _appended(key), _appended(value)
+    if keys is None or values is None or mask.meta["val"].dim() != 4:
+        return None
+    (k, *kept_k), (v, *kept_v) = keys, values
+    shapes = [n.meta["val"].shape for n in (q, k, v)]
+    if len({shape[-1] for shape in shapes}) > 1 or shapes[0][-1] % PLAIN:
+        return None
+    if shapes[1][1] != shapes[2][1] or shapes[0][1] % shapes[1][1]:
+        return None
+    scale = node.kwargs.get("scale")
+    scale = shapes[0][-1] ** -0.5 if scale is None else scale
+    if not isinstance(scale, float):
+        return None
+    return Grouped(node, q, k, v, (kept_k[0], kept_v[0]), (kept_k[1], kept_v[1]), mask, scale)
+
+
+def _appended(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """Return (new, past, both) where `node` is a cache's tensor with new tokens behind it, heads repeated or not."""
+    both = _same(node)
+    if _is(both, "reshape") and _is(spread := _same(both.all_input_nodes[0]), "expand"):
+        inner = _same(spread.all_input_nodes[0])
+        if _is(inner, "unsqueeze") and inner.args[1] == 2:
+            both = _same(inner.all_input_nodes[0])
+    if not _is(both, "cat") or both.args[1:2] not in ((2,), (-2,)) or len(both.all_input_nodes) != 2:
+        return None
+    past, new = both.all_input_nodes
+    held = past.op == "placeholder" and any(user.op == "output" for user in both.users)
+    return (new, past, both) if held else None
+
+
+def _is(node: fx.Node, name: str) -> bool:
+    return node.op == "call_function" and operator_name(node.target) == name
+
+
+def _same(node: fx.Node) -> fx.Node:
+    """Return what a node is a copy of: slices of everything and copies."""
+    while any(_is(node, name) for name in ("clone", "contiguous", "alias", "detach")) or _is_whole(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Return whether a node is a slice of everything."""
+    if not _is(node, "slice"):
+        return False
+    start, end = (*node.args[2:4], None, None)[:2]
+    return start in (0, None) and (end is None or isinstance(end, int) and end >= WHOLE) and node.args[4:] in ((), (1,))
+
+
+def _causal(bench: Bench, mask: fx.Node) -> bool:
+    """Return whether a mask hides every later token, as the kernel does whatever its bias is."""
+    ones = {n: torch.ones(2, 9, dtype=torch.int64) for n in bench.module.graph.nodes if n.name == "attention_mask"}
+    try:
+        seen = bench.run(mask, ones, 4, 2, 5)
+    except (LookupError, RuntimeError, TypeError, AttributeError):
+        return False
+    later = ~torch.ones(5, 9, dtype=torch.bool).tril(4)
+    return bool((~seen if seen.dtype is torch.bool else seen <= torch.finfo(seen.dtype).min)[..., later].all())
+
+
+def _turned(bench: Bench, found: Grouped, most: int, tables: list[Rotation]) -> Grouped:
+    """Take the rotation of queries and keys into the kernel where both are rotated alike and it can."""
+    if found.q.meta["val"].shape[-1] % ROTARY:
+        return found
+    few = [rotation(bench, end, 64) for end in (found.q, found.k)]
+    q, k = few
+    if q is None or k is None or not q.like(k) or q.cos.shape[-1] * 2 % ROTARY:
+        return found
+    known = next((t for t in tables if t.interleaved == q.interleaved and torch.equal(t.cos[:64], q.cos)), None)
+    if known is None:
+        known = rotation(bench, found.q, most)
+        assert known is not None
+        tables.append(known)
+    return replace(found, q=q.x, k=k.x, turn=replace(known, x=q.x))
+
+
+# ---- what is traced in the place of it ----
+
+
+def lengths(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the last index of each row's keys [batch], and their number: attention_mask tells it, [batch, keys]."""
+    total = mask.shape[1]
+    last = torch.full((ids.shape[0],), total - 1, dtype=torch.int32, device=ids.device)
+    return last, torch.full((), total, dtype=torch.int32, device=ids.device)
+
+
+def bias(mask: Tensor, like: Tensor) -> Tensor:
+    """Return what is added to scores in the place of a mask, the least finite number where it hides."""
+    least = torch.full((), torch.finfo(like.dtype).min, dtype=like.dtype, device=like.device)
+    if mask.dtype is torch.bool:
+        return torch.where(mask, torch.zeros_like(least), least)
+    return torch.maximum(mask.to(like.dtype), least)
+
+
+def merged(x: Tensor) -> Tensor:
+    """Return [batch, heads, new, size] as [batch, new, heads * size]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return [batch, new, heads, size] as [batch, new, heads * size]."""
+    return x.flatten(2)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, last: Tensor, total: Tensor,
+    cos: Tensor | None, sin: Tensor | None, mask: Tensor, scale: float, interleaved: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Represent the kernel in a graph that is traced: it has shapes and no values."""
+    size, kv = past_k.shape[3], past_k.shape[1]
+    held: dict[str, int | float] = {"num_heads": q.shape[2] // size, "kv_num_heads": kv, "scale": scale}
+    if cos is not None:
+        held |= {"do_rotary": 1, "rotary_interleaved": int(interleaved)}
+    present = (past_k.shape[0], kv, past_k.shape[2] + q.shape[1], size)
+    return tuple(
+        torch.onnx.ops.symbolic_multi_out(
+            KERNEL, (q, k, v, past_k, past_v, last, total, cos, sin, None, mask), {**held},
+            dtypes=(q.dtype,) * 3, shapes=(q.shape, present, present), version=1,
+        )
+    )  # fmt: skip

@@ -1,0 +1,216 @@
+"""What rotary embedding does to queries and keys, found by running it: in whatever words the model writes it.
+
+    y[.., i] = x[.., i] cos(p w_i) - x[.., i + r/2] sin(p w_i),   y[.., i + r/2] = x[.., i + r/2] cos + x[.., i] sin
+
+for a token at position p, i < r/2; the channels from r on stay. Interleaved, the partners are 2i and 2i + 1. The piece
+of graph from x to y is run on random numbers, and holds if that is what comes out; cosines and sines are read off from
+what it makes of ones. Only differences of positions matter in attention, if the angles are the same at each step:
+then a kernel may count positions by itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...compat.torch import OpOverload, operator_name
+
+CHUNK = 512
+"""How many positions are rotated at once."""
+CLOSE = 1e-5
+LINEAR = {"linear", "mm", "bmm", "matmul", "addmm", "embedding", "native_layer_norm", "layer_norm", "convolution"}
+Sizes = Mapping[str, int]
+Through = Callable[[Tensor, int], Tensor]
+"""Rotates [batch, heads, new, size] from a position on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Hold what one piece of graph does: `x`, what it starts from, channels rotated, the tables [positions, r / 2]."""
+
+    x: fx.Node
+    interleaved: bool
+    cos: Tensor
+    sin: Tensor
+
+    def like(self, other: Rotation) -> bool:
+        """Return whether another rotates by the same angles."""
+        return self.interleaved == other.interleaved and torch.equal(self.cos, other.cos)
+
+
+class Bench:
+    """Run pieces of a captured decoder's graph at any sizes.
+
+    batch, new, past: the symbols of its sizes. The tensors of parameters are the module's own.
+    """
+
+    def __init__(self, module: fx.GraphModule, positions: fx.Node | None, symbols: tuple[str, str, str]) -> None:
+        self.module, self.positions, self.symbols = module, positions, symbols
+
+    def shape(self, node: fx.Node, sizes: Sizes) -> list[int]:
+        """Return the shape of a node's value at other sizes. Raises LookupError for a size that they do not tell."""
+        return [d if isinstance(d, int) else sizes[str(d)] for d in node.meta["val"].shape]
+
+    def run(self, end: fx.Node, held: Mapping[fx.Node, Tensor], start: int, batch: int, new: int) -> Tensor:
+        """Compute a node from the values that are held, for `new` tokens from position `start` on."""
+        sizes = dict(zip(self.symbols, (batch, new, start), strict=True))
+        known: dict[fx.Node, Any] = dict(held)
+        if self.positions is not None:
+            known.setdefault(self.positions, torch.arange(start, start + new).expand(batch, -1))
+
+        def value(node: fx.Node) -> Any:
+            if node not in known:
+                known[node] = computed(node)
+            return known[node]
+
+        def computed(node: fx.Node) -> Any:
+            if node.op == "placeholder":
+                return torch.zeros(self.shape(node, sizes), dtype=node.meta["val"].dtype)
+            if node.op == "get_attr":
+                found: Any = self.module
+                for part in str(node.target).split("."):
+                    found = getattr(found, part)
+                return found.detach() if isinstance(found, Tensor) else found
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        with torch.no_grad():
+            found = value(end)
+        assert isinstance(found, Tensor)
+        return found
+
+    def data(self, node: fx.Node) -> bool:
+        """Return whether a node depends on what the tokens are, not on where they stand alone."""
+        return node in self._data
+
+    @property
+    def _data(self) -> set[fx.Node]:
+        if not hasattr(self, "_found"):
+            self._found: set[fx.Node] = set()
+            for node in self.module.graph.nodes:
+                value = node.meta.get("val")
+                mine = node.op == "placeholder" and node is not self.positions
+                sized = not isinstance(value, Tensor) and not isinstance(value, (tuple, list))
+                if not sized and (mine or any(n in self._found for n in node.all_input_nodes)):
+                    self._found.add(node)
+        return self._found
+
+
+def rotation(bench: Bench, end: fx.Node, most: int) -> Rotation | None:
+    """Return what rotates [batch, heads, new, size] into `end`, for positions below `most`; None where nothing does."""
+    for x in reversed(_starts(bench, end)):
+        try:
+            found = _read(bench, x, end, most)
+        except (LookupError, RuntimeError, TypeError, AttributeError):  # a piece that does not run alone
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _starts(bench: Bench, end: fx.Node) -> list[fx.Node]:
+    """Return the nodes that alone, with positions, `end` is computed from, the nearest first, up to a linear map."""
+    order = {node: i for i, node in enumerate(bench.module.graph.nodes)}
+    found, open_ = list[fx.Node](), {end}
+    while len(found) < 8:
+        last = max(open_, key=order.__getitem__)
+        if not _elementary(last):
+            break
+        open_ = (open_ - {last}) | {n for n in last.all_input_nodes if bench.data(n)}
+        if not open_:
+            break
+        only = next(iter(open_))
+        value = only.meta["val"]
+        if len(open_) == 1 and isinstance(value, Tensor) and value.dim() == 4:
+            found.append(only)
+    return found
+
+
+def _elementary(node: fx.Node) -> bool:
+    """Return whether a node may be part of a rotation: it can be run, and is no map between channels."""
+    operator_ = isinstance(node.target, OpOverload) and operator_name(node.target) not in LINEAR
+    return node.op == "call_function" and (operator_ or node.target is operator.getitem)
+
+
+def _read(bench: Bench, x: fx.Node, end: fx.Node, most: int) -> Rotation | None:
+    """Return the rotation from `x` [b, heads, s, size], or [b, s, heads, size], to `end`, None where it is another."""
+    turned = list(map(str, x.meta["val"].shape)) != list(map(str, end.meta["val"].shape))
+    batch, new, start = 2, 7, 3
+    sizes = dict(zip(bench.symbols, (batch, new, start), strict=True))
+    shape = bench.shape(end, sizes)
+    dtype = x.meta["val"].dtype
+
+    def through(given: Tensor, start: int) -> Tensor:
+        b, _, s, _ = given.shape
+        own = given.transpose(1, 2).contiguous() if turned else given
+        return bench.run(end, {x: own.to(dtype)}, start, b, s).double()
+
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype).double()
+    got = through(given, start)
+    if torch.equal(got, given):
+        return None
+    for interleaved in (False, True):
+        for size in dict.fromkeys((shape[-1], shape[-1] // 2, shape[-1] // 4, *_moved(given, got))):
+            if size < 2 or size % 2:
+                continue
+            cos, sin = _tables(through, shape, interleaved, size, start, new)
+            if _close(got, rotated(given, cos, sin, interleaved), dtype):
+                if not _relative(through, shape, interleaved, size, dtype):
+                    return None
+                cos, sin = _tables(through, shape, interleaved, size, 0, most)
+                return Rotation(x, interleaved, cos.to(dtype), sin.to(dtype))
+    return None
+
+
+def _moved(given: Tensor, got: Tensor) -> list[int]:
+    """Return how many channels a rotation changes."""
+    changed = ((given - got).abs().amax((0, 1, 2)) > 0).nonzero()
+    return [int(changed.max()) + 1] if len(changed) else []
+
+
+def _tables(
+    through: Through, shape: list[int], interleaved: bool, size: int, start: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines [count, size / 2] from a position on: what is made of ones in the first halves."""
+    first, second = halves(size, interleaved)
+    cos, sin = list[Tensor](), list[Tensor]()
+    for begin in range(start, start + count, CHUNK):
+        s = min(CHUNK, start + count - begin)
+        ones = torch.zeros(1, shape[1], s, shape[-1], dtype=torch.float64)
+        ones[..., first] = 1
+        made = through(ones, begin)
+        cos.append(made[0, 0][:, first])
+        sin.append(made[0, 0][:, second])
+    return torch.cat(cos), torch.cat(sin)
+
+
+def halves(size: int, interleaved: bool) -> tuple[slice, slice]:
+    """Return the channels of the first and the second partners."""
+    return (slice(0, size, 2), slice(1, size, 2)) if interleaved else (slice(0, size // 2), slice(size // 2, size))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate x [b, heads, s, size] by tables [s, r / 2]."""
+    first, second = halves(2 * cos.shape[-1], interleaved)
+    y = x.clone()
+    y[..., first] = x[..., first] * cos - x[..., second] * sin
+    y[..., second] = x[..., second] * cos + x[..., first] * sin
+    return y
+
+
+def _relative(through: Through, shape: list[int], interleaved: bool, size: int, dtype: torch.dtype) -> bool:
+    """Return whether the angle between two positions depends on their difference alone."""
+    cos, sin = _tables(through, shape, interleaved, size, 0, 64)
+    same = cos[1:] * cos[:-1] + sin[1:] * sin[:-1]
+    other = sin[1:] * cos[:-1] - cos[1:] * sin[:-1]
+    return all(_close(each, each[:1].expand_as(each), dtype, 10) for each in (same, other))
+
+
+def _close(a: Tensor, b: Tensor, dtype: torch.dtype, times: float = 1) -> bool:
+    bound = CLOSE if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
+    return bool((a - b).abs().max() <= times * bound * b.abs().max())

@@ -1,0 +1,223 @@
+"""Decoders with a cache in ONNX: they generate what the model generates, every attention and norm one operator."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lnrewrite as lnr
+import zoo
+from commands import ok
+from lnrewrite.api import load_to_export
+from lnrewrite.backends.onnx.file import read
+from lnrewrite.backends.onnx.session import runnable
+from lnrewrite.backends.torch import cached
+from lnrewrite.comparison.generating import generated
+from lnrewrite.compat import exporters
+from lnrewrite.export.writer import TOLERANCE
+from lnrewrite.loading.identify import identify
+from lnrewrite.loading.source import OpenOptions
+from lnrewrite.models.decoder import Decoder, decoder
+from tiers import rows
+
+FAMILIES = {
+    "llama": 2, "qwen3": 2, "gemma2": 0, "gemma3_text": 2, "olmo2": 2, "glm4": 2, "phi3": 2, "mixtral": 2, "gpt2": 2,
+    "opt": 2, "gpt_neox": 2, "falcon": 2,
+}  # fmt: skip
+"""How many attentions of two layers are the kernel's: gemma2 caps its scores, which torch has no operator for."""
+FORMS = [(name, *form) for name in FAMILIES for form in (("cpu", "fp32"), ("cuda", "fp16"))]
+SAMPLE = [("qwen3", "cpu", "fp32"), ("gpt_neox", "cpu", "fp32"), ("gemma2", "cuda", "fp16")]
+NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
+
+
+def counts(path: Path) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+def model_of(name: str) -> Any:
+    model = zoo.build(name, head=True)[0]
+    if name == "mixtral":
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+def dims(values: Any) -> dict[str, list[int | str]]:
+    return {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
+
+
+@pytest.mark.parametrize(("name", "target", "dtype"), rows(FORMS, SAMPLE))
+def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
+    """64 tokens of three rounds are the model's, each attention and each norm is one operator, and sizes are free."""
+    held, path = decoder(model_of(name)), tmp_path / "model.onnx"
+    report = held.export(path, target=target, dtype=dtype)
+    found = generated(held.decoder, runnable(read(path, name)), TOLERANCE[dtype], 64, seed=3)
+    assert found.tokens > 64 * 3
+    assert all(d.gap < TOLERANCE[dtype] / 10 for d in found.divergences), found
+    made = counts(path)
+    assert made["GroupQueryAttention"] == FAMILIES[name]
+    norms = sum(count for op, count in made.items() if op.removeprefix("Skip") in NORMS)
+    assert norms == len(held.detection.norms) == len(report.norms)
+    graph = onnx.load(path).graph
+    heads, size = held.decoder.heads[0]
+    taken, given = dims(graph.input), dims(graph.output)
+    assert taken["past_key_values.1.value"] == ["batch_size", heads, "past_sequence_length", size]
+    assert given["present.0.key"] == ["batch_size", heads, "total_sequence_length", size]
+    assert taken["attention_mask"] == ["batch_size", "total_sequence_length"]
+    assert list(given)[0] == "logits"
+
+
+def test_a_layer_adds_what_a_builder_adds(tmp_path: Path) -> None:
+    """A Llama layer is 13 nodes, two of them the norms that the adds ride in, as onnxruntime-genai's builder has it."""
+    total = []
+    for depth in (1, 2):
+        decoder(zoo.build("llama", depth, head=True)[0]).export(
+            path := tmp_path / f"{depth}.onnx", target="cuda", dtype="fp16"
+        )
+        total.append(counts(path))
+    added = total[1] - total[0]
+    assert added.total() <= 13, added
+    assert added["SkipSimplifiedLayerNormalization"] == 2 and "Add" not in added
+
+
+def test_peri_boundaries_are_one_operator(tmp_path: Path) -> None:
+    """A living model that was converted in place has one operator of ours at each boundary, beside the cache."""
+    model = model_of("llama")
+    ids = {"input_ids": torch.arange(12).reshape(2, 6)}
+    peri = lnr.convert(model, "peri", kwargs=ids, live=True)
+    report = lnr.export_model(peri, path := tmp_path / "peri.onnx", target="cuda", dtype="fp16", fuse="custom")
+    made = Counter(node.op_type for node in onnx.load(path).graph.node)
+    assert made["NormAddNorm"] == 4 and made["GroupQueryAttention"] == 2
+    assert report.placement_before == "peri"
+    assert any("generates the same" in note for note in report.notes) or any(
+        "first that differs" in n for n in report.notes
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hold a checkpoint of a small Llama."""
+    where = tmp_path_factory.mktemp("decoder") / "llama"
+    model_of("llama").save_pretrained(where)
+    return where
+
+
+def test_command(folder: Path, tmp_path: Path) -> None:
+    """The command writes the cache by itself; --no-kv-cache gives tokens in and logits out, as inputs do."""
+    path = tmp_path / "with.onnx"
+    told = json.loads(ok("export", folder, "-o", path, "--target", "cpu", "--json").stdout)
+    assert "generates the same" in " ".join(told["notes"])
+    assert "past_key_values.1.key" in dims(onnx.load(path).graph.input)
+    path = tmp_path / "without.onnx"
+    ok("export", folder, "-o", path, "--target", "cpu", "--no-kv-cache")
+    assert list(dims(onnx.load(path).graph.input)) == ["input_ids"]
+    how = OpenOptions(inputs={"input_ids": torch.arange(16).reshape(2, 8)})
+    assert not isinstance(load_to_export(identify(folder, how)), Decoder)
+
+
+def test_rewritten_folder(folder: Path, tmp_path: Path) -> None:
+    """A folder that was converted, whose network is our modeling file's, is written as it generates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+        lnr.rewrite_file(folder, "place{to=output}", tmp_path / "output")
+        report = lnr.export_model(tmp_path / "output", tmp_path / "output.onnx", target="cpu")
+    assert report.placement_before == "output"
+    assert counts(tmp_path / "output.onnx")["GroupQueryAttention"] == 2
+
+
+def test_without_a_cache() -> None:
+    """What has no such cache is refused in words where one is insisted on, and exported without it where not."""
+    for name, why in (("t5", "an encoder and a decoder"), ("lfm2", "more than keys and values"), ("bert", "not a model")):
+        module = zoo.build(name, 2, head=name != "bert")[0]
+        with pytest.raises(lnr.LnrewriteError, match=why) as refused:
+            cached.cached(module)
+        assert refused.value.code == "LN504"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cached, "fits", lambda: False)
+        with pytest.raises(lnr.LnrewriteError, match="another version is installed"):
+            cached.cached(model_of("gpt2"))
+
+
+def test_falls_back(tmp_path: Path) -> None:
+    """An encoder and decoder is captured as before, and a note says that there is no cache."""
+    zoo.build("t5", 1, head=True)[0].save_pretrained(tmp_path / "t5")
+    program = load_to_export(identify(tmp_path / "t5"))
+    assert not isinstance(program, Decoder)
+    assert any("exported without a cache: it has an encoder" in note for note in program.notes)
+    with pytest.raises(lnr.LnrewriteError, match="LN504"):
+        load_to_export(identify(tmp_path / "t5"), True)
+
+
+def test_window() -> None:
+    """The installed transformers lies in the window, whose ends are what they say."""
+    assert exporters.fits()
+    for held, fits in (("5.22.9", False), ("5.23.0", True), ("5.99.0.dev0", True), ("6.0.0", False), ("4.57.1", False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exporters, "version", lambda _, held=held: held)
+            assert exporters.fits() is fits
+
+
+def spoilt(model: ir.Model) -> Iterator[tuple[str, ir.Model]]:
+    """Yield models of which one thing about the cache is wrong."""
+    for what in ("tables", "mask", "scale", "swapped"):
+        made = model.clone()
+        kernels = [n for n in made.graph if n.op_type == "GroupQueryAttention"]
+        if what == "tables":
+            table = made.graph.initializers["cos_cache"]
+            rolled = np.roll(table.const_value.numpy(), 1, 0)  # type: ignore[union-attr]
+            table.const_value = ir.tensor(rolled, name="cos_cache")
+        elif what == "mask":
+            for node in kernels:
+                node.replace_input_with(10, None)
+        elif what == "scale":
+            kernels[0].attributes["scale"] = ir.AttrFloat32("scale", 0.3)
+        else:
+            one, two = made.graph.outputs[1:3]
+            one.name, two.name = two.name, "present.0.key"
+            made.graph.outputs[1:3] = [two, one]
+        yield what, made
+
+
+def test_what_is_wrong_is_seen() -> None:
+    """Generation sees rotation, padding, scale and cache that are not the model's; none of them shows as an error."""
+    held = decoder(model_of("llama"))
+    for what, model in spoilt(held.to_onnx(contrib=True)):
+        with pytest.raises(lnr.LnrewriteError, match="logits are") as refused:
+            generated(held.decoder, runnable(model), TOLERANCE["fp32"], 8)
+        assert refused.value.code == "LN403", what
+
+
+class Prefixed(transformers.LlamaForCausalLM):
+    """A decoder that sees the whole prompt at once: its mask hides nothing of what comes later."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **more: Any) -> Any:
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        seen = torch.ones(*input_ids.shape, past + input_ids.shape[1], dtype=torch.bool)[:, None]
+        return super().forward(input_ids, attention_mask=seen, past_key_values=past_key_values, **more)
+
+
+def kernels(model: nn.Module) -> list[ir.Node]:
+    return [n for n in decoder(model).to_onnx(contrib=True).graph if n.op_type == "GroupQueryAttention"]
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    """Heads of other sizes stay products; a rotation of few channels stays outside; masks that look ahead keep both."""
+    sizes = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    for size, count, inside in ((12, 0, []), (24, 1, [0])):
+        config = transformers.LlamaConfig(**sizes, **heads, head_dim=size)
+        found = kernels(transformers.LlamaForCausalLM(config).eval())
+        assert len(found) == count
+        assert [n.attributes.get_int("do_rotary", 0) for n in found] == inside
+    config = transformers.LlamaConfig(**sizes, **heads, head_dim=16)
+    assert not kernels(Prefixed(config).eval())
