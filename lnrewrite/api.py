@@ -120,16 +120,31 @@ def export_model(
 
     A model that generates is written as it generates: input_ids [b, s], attention_mask [b, p + s], position_ids [b, s]
     where used, past_key_values.N.key/value [b, heads, p, size] -> logits, present.N.key/value. kv_cache: None does so
-    where it can be done and says in the notes why not, True insists, False never. how: target, dtype, opset, optimize,
-    fuse, verify as `Program.export` takes them. Raises as that, and LnrewriteError LN504 for a cache that cannot be.
+    where it can be done and says in the notes why not, True insists, False never. path: an .onnx file or, of such a
+    model, a name without suffix: a folder with configs, tokenizer and what onnxruntime-genai needs. how: target, dtype,
+    opset, optimize, fuse, verify as `Program.export` takes them. Raises as that, and LnrewriteError LN504 for a cache
+    that cannot be.
     """
     if isinstance(model, nn.Module):
         from .models.decoder import decoder
 
         need_onnx(type(model).__name__)
-        return decoder(model).export(path, force=force, **how)
+        return export_program(decoder(model), path, None, force=force, **how)
     source = identify(model, OpenOptions(None, False, trust_remote_code, None, "cpu", 0))
-    return load_to_export(source, kv_cache).export(path, force=force, **how)
+    return export_program(load_to_export(source, kv_cache), path, source.path, force=force, **how)
+
+
+def export_program(
+    program: Program | OnnxProgram, path: str | os.PathLike[str], source: Path | None, *, force: bool, **how: Any
+) -> Report:
+    """Export a program to an .onnx file or, a decoder whose OUT has no suffix, into a folder; see `export_model`."""
+    from .models.decoder import Decoder
+
+    if isinstance(program, Decoder) and not Path(path).suffix:
+        from .checkpoints.serving import export_folder
+
+        return export_folder(program, path, source if source and source.is_dir() else None, force=force, **how)
+    return program.export(path, force=force, **how)
 
 
 def _captured(source: Source, opened: Opened, module: nn.Module) -> Program:

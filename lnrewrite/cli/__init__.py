@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,9 +12,10 @@ import click
 from .._version import __version__
 from ..errors import Code, Exit, LnrewriteError, Refusal, UsageError, unknown
 from ..loading.identify import identify
-from ..loading.source import OpenOptions
+from ..loading.source import Format, OpenOptions
 from ..quiet import LOGGER
 from .console import Group, show
+from .generate import generate
 from .heal import heal
 from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, options, target_of, tell_name
 
@@ -109,7 +111,7 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
 
 @main.command()
 @click.argument("model")
-@click.option("-o", "--output", required=True, metavar="OUT", help="The file to write (.onnx).")
+@click.option("-o", "--output", required=True, metavar="OUT", help="The .onnx file to write, or a folder of a decoder.")
 @click.option("--target", metavar="TARGET", required=True, help="cpu, cuda, tensorrt or generic.")
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.")
 @click.option("--opset", type=OPSET, metavar="N", help="The operator set; default 18, or the ONNX file's own.")
@@ -132,17 +134,18 @@ def export(
     **wanted: object,
 ) -> None:
     """Write ONNX with the norm forms that a target runs best, and say why each was chosen."""
-    target = target_of(output, force, default=".onnx")
-    if target.suffix != ".onnx":
-        raise UsageError(Code.LN025, output, "export writes ONNX files", "name an .onnx file")
     source = identify(model, how)
+    folder = source.format is Format.TRANSFORMERS and not Path(output).suffix and not no_kv_cache
+    target = Path(output) if folder else target_of(output, force, default=".onnx")
+    if not folder and target.suffix != ".onnx":
+        raise UsageError(Code.LN025, output, "export writes ONNX files", "name an .onnx file")
     with screen.working(f"capturing {model}"):
-        from ..api import load_to_export
+        from ..api import export_program, load_to_export
         from ..pipeline.job import check_paths
 
-        program = load_to_export(source, False if no_kv_cache else None)
+        program = load_to_export(source, False if no_kv_cache else True if folder else None)
         check_paths(model, program.fixed_paths, accept)
-        report = program.export(target, force=force, verify=not no_verify, **wanted)
+        report = export_program(program, target, source.path, force=force, verify=not no_verify, **wanted)
     if no_verify:
         LOGGER.warning(f"warning: {target} was not verified: nothing shows that it computes what {model} does")
     screen.answer(report.to_dict(), lambda: str(report), "")
@@ -174,6 +177,7 @@ def verify(reference: str, candidate: str, tolerance: str | None, how: OpenOptio
 
 
 main.add_command(heal)
+main.add_command(generate)
 
 
 @main.command()

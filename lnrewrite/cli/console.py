@@ -135,8 +135,8 @@ def _fail(asked: list[str], error: LnrewriteError) -> int:
     return error.exit_code
 
 
-def show(text: str) -> None:
-    """Print a result; marks that stdout's encoding lacks become ASCII."""
+def show(text: str, end: str = "\n") -> None:
+    """Print a result, or a piece of one; marks that stdout's encoding lacks become ASCII."""
     from .tables import ASCII
 
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -144,7 +144,7 @@ def show(text: str) -> None:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = text.translate(ASCII).encode(encoding, "replace").decode(encoding)
-    click.echo("\n".join(map(visible, text.split("\n"))))
+    click.echo("\n".join(map(visible, text.split("\n"))) + end, nl=False)
 
 
 class Terminal(logging.Handler):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
@@ -68,7 +68,7 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
     return target
 
 
-def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> Path:
+def check_folder(output: str | os.PathLike[str], source: Path, force: bool, known: Sequence[str] = CHECKPOINT) -> Path:
     """Return the folder to write. Raises LnrewriteError LN025 where it cannot be, or where something stands there.
 
     With `force` a checkpoint may stand there and nothing else, or a link to a folder or to nothing: the link is
@@ -90,20 +90,21 @@ def check_folder(output: str | os.PathLike[str], source: Path, force: bool) -> P
         raise LnrewriteError(Code.LN025, str(output), f"it is {there}", "name a folder, or a .pt2 or .onnx file")
     if there and not force:
         raise LnrewriteError(Code.LN025, str(output), "it exists", TAKEN)
-    check_replaceable(target, source)
+    check_replaceable(target, source, known)
     check_parent(target)
     return target
 
 
-def check_replaceable(target: Path, source: Path) -> None:
+def check_replaceable(target: Path, source: Path, known: Sequence[str] = CHECKPOINT) -> None:
     """Raise LnrewriteError LN025 where a folder stands at `target` that holds more than a checkpoint.
 
-    What `source` holds under the same name is written anew, so that may be replaced.
+    known: the names, as patterns, of what may stand there. What `source` holds under the same name is written anew, so
+    that may be replaced.
     """
     if standing(target) != "a folder":
         return
     with failing(target):
-        foreign = list(islice(_foreign(target, source), 4))
+        foreign = list(islice(_foreign(target, source, known), 4))
         if not foreign and any(target.iterdir()) and not (target / CONFIG).is_file():
             foreign = sorted(os.listdir(target))[:4]
     if foreign:
@@ -112,7 +113,7 @@ def check_replaceable(target: Path, source: Path) -> None:
         raise LnrewriteError(Code.LN025, str(target), why, "move away what you need, or choose another name")
 
 
-def _foreign(target: Path, source: Path) -> Iterator[str]:
+def _foreign(target: Path, source: Path, patterns: Sequence[str]) -> Iterator[str]:
     """Yield what a folder holds that is no file of a checkpoint, and that the source does not hold."""
 
     def stop(error: OSError) -> None:
@@ -121,7 +122,7 @@ def _foreign(target: Path, source: Path) -> Iterator[str]:
     for root, folders, files in os.walk(target, onerror=stop):
         for name in sorted(files + folders):
             path = Path(root, name).relative_to(target)
-            known = len(path.parts) == 1 and any(fnmatchcase(name, pattern) for pattern in CHECKPOINT)
+            known = len(path.parts) == 1 and any(fnmatchcase(name, pattern) for pattern in patterns)
             if not (known and name in files) and not (source / path).exists():
                 yield str(path)
 

@@ -33,7 +33,7 @@ def group(module: CapturedModule, most: int) -> bool:
         writing = _Writing(module, ids, placed["attention_mask"], found[0].node)
         for each in found:
             writing.one(each)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "get_attr", "output"))
     cache = [node for name, node in placed.items() if name.startswith("past_")]
     users = {user for node in cache for user in node.users}
     sized = [user for user in users if user.target is aten.sym_size.int]
