@@ -142,3 +142,47 @@ def test_a_file_that_is_held_in_half_is_rewritten_and_exported(dtype: str, tmp_p
     assert lnr.load(str(tmp_path / "peri.onnx")).inspect()["placement"] == "peri"
     report = program.export(tmp_path / "again.onnx", target="cuda", dtype=dtype)
     assert report.proof is not None and report.proof["verdict"] in ("equal", "within")
+
+
+def test_half_precision_where_types_are_not_known(tmp_path: Path) -> None:
+    """GroupNormalization, behind which nothing is inferred, and DequantizeLinear of opset 18, which gives float32."""
+    node = helper.make_node
+    grouped = [
+        node("GroupNormalization", ["x", "scale", "bias"], ["n"], num_groups=2),
+        node("Transpose", ["n"], ["t"], perm=[0, 2, 1]),
+        node("MatMul", ["t", "w"], ["m"]),
+        node("Add", ["m", "t"], ["y"]),
+    ]
+    quantized = [
+        node("LayerNormalization", ["x", "g"], ["n"], axis=-1),
+        node("QuantizeLinear", ["n", "step", "zero"], ["q"]),
+        node("DequantizeLinear", ["q", "step", "zero"], ["d"]),
+        node("MatMul", ["d", "w"], ["m"]),
+        node("Add", ["x", "m"], ["y"]),
+    ]
+    w, g = weights(WIDTH, WIDTH), weights(WIDTH)
+    step, zero = np.float32(0.05), np.int8(0)
+    cases = (
+        (grouped, ["b", WIDTH, "s"], {"scale": np.ones(2, np.float32), "bias": np.zeros(2, np.float32), "w": w}),
+        (quantized, ["b", "s", WIDTH], {"g": g, "w": w, "step": step, "zero": zero}),
+    )
+    for number, (nodes, shape, arrays) in enumerate(cases):
+        onnx.save(made(nodes, shape, arrays), path := tmp_path / f"{number}.onnx")
+        report = lnr.load(path).export(out := tmp_path / f"{number}.half.onnx", target="cuda", dtype="fp16")
+        assert report.proved is not None
+        assert onnx.load(out).graph.output[0].type.tensor_type.elem_type == TensorProto.FLOAT16
+
+
+def test_what_no_inputs_can_cure(tmp_path: Path) -> None:
+    """An operator that ONNX Runtime lacks, or an opset, is named at once, without its sources or advice on inputs."""
+    node = helper.make_node
+    nodes = [node("LayerNormalization", ["x", "g"], ["n"], axis=-1), node("Fancy", ["n"], ["y"], domain="acme")]
+    plain = [node("LayerNormalization", ["x", "g"], ["y"], axis=-1)]
+    for name, model in (
+        ("acme", made(nodes, ["b", "s", WIDTH], {"g": weights(WIDTH)}, domain="acme")),
+        ("opset", made(plain, ["b", "s", WIDTH], {"g": weights(WIDTH)}, opset=28)),
+    ):
+        onnx.save(model, path := tmp_path / f"{name}.onnx")
+        with pytest.raises(lnr.LnrewriteError, match=name) as refused:
+            lnr.load(path).export(tmp_path / "out.onnx", target="cpu")
+        assert "--input" not in str(refused.value) and "onnxruntime_src" not in str(refused.value)

@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ..backends.onnx.shapes import infer_types
 from ..errors import Code, LnrewriteError
 
 HALVES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -51,6 +52,7 @@ def lower_precision(model: ir.Model, dtype: str) -> list[str]:
     if len(list(model.graphs())) > 1:
         why = "it has control flow, whose bodies are float32"
         raise LnrewriteError(Code.LN502, f"--dtype {dtype}", why, "export the PyTorch model in that dtype")
+    infer_types(model)
     return _Narrowing(model, HALVES[dtype]).run()
 
 
@@ -110,7 +112,8 @@ class _Narrowing:
         else:
             role = Role.CONSTANT
         for value in node.outputs:
-            self.assign(value, Role.WIDE if role is Role.FEATURE and not self.takes_half(node, value) else role)
+            narrow = role is Role.PLACE or self.takes_half(node, value)
+            self.assign(value, role if narrow else Role.WIDE)
 
     def takes_half(self, node: ir.Node, output: ir.Value) -> bool:
         """Return whether an operator may give half precision there."""

@@ -44,8 +44,9 @@ def generate(
     """Generate greedily from a prompt with the model of a folder, until it ends its text or made `most` tokens.
 
     engine: genai, session, or auto: genai where it is installed and the folder has its config. threads: of one
-    operator; None leaves it to the engine. told: is given each piece of text when it is there. Raises LnrewriteError LN013 for a
-    folder without a model of that kind, LN018 for a package that lacks, UsageError LN003 for an unknown engine.
+    operator; None leaves it to the engine. told: is given each piece of text when it is there. Raises LnrewriteError
+    LN013 for a folder without a model of that kind, LN018 for a package that lacks, UsageError LN003 for an unknown
+    engine.
     """
     if engine not in ENGINES:
         unknown(Code.LN003, "engine", engine, ENGINES)

@@ -35,7 +35,8 @@ def example_inputs(model: ir.Model, run: Callable[[Tensors], object]) -> Tensors
     """Return inputs with which `run` does not raise LnrewriteError.
 
     Free sizes are small numbers; that one is the sum of two others (a cache's length and the new tokens') is found by
-    trying. Raises LnrewriteError LN020 where nothing that is tried runs, LN039 where an input is declared too large.
+    trying. Raises LnrewriteError LN020 where nothing that is tried runs, LN030 where ONNX Runtime refuses the model,
+    LN039 where an input is declared too large.
     """
     first, spec = "", spec_of_model(model)
     for sizes in itertools.islice(_sizes(spec, _divisors(model)), TRIALS):
@@ -43,6 +44,8 @@ def example_inputs(model: ir.Model, run: Callable[[Tensors], object]) -> Tensors
         try:
             run(inputs)
         except LnrewriteError as error:
+            if error.code == Code.LN030:  # the model is refused, whatever it is given
+                raise
             first = first or error.why
             continue
         return inputs

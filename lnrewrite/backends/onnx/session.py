@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -131,6 +132,10 @@ def runnable(model: ir.Model) -> OnnxModule:
     return OnnxModule(model)
 
 
+PLACE = re.compile(r"/onnxruntime_src/\S+:\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: const)? ?")
+"""Where in ONNX Runtime's own sources an error was raised: a file, a line, a function's signature."""
+
+
 SPARE, PER_BYTE = 1 << 28, 16
 
 
@@ -193,7 +198,8 @@ def _dead(how: Died) -> LnrewriteError:
 
 def _telling(why: Exception) -> str:
     """Return the line of ONNX Runtime's message that says what is wrong."""
-    return str(why).partition("\n")[0].rpartition("] : ")[2].partition(" : ")[2] or str(why)
+    told = str(why).partition("\n")[0].rpartition("] : ")[2].partition(" : ")[2] or str(why)
+    return PLACE.sub("", told)
 
 
 def _plain_ends(model: ir.Model) -> ir.Model:

@@ -27,6 +27,24 @@ def infer_shapes(model: ir.Model) -> None:
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
 
 
+def infer_types(model: ir.Model) -> None:
+    """Fill in the types that values lack by what operators' schemas say, where nothing is known of shapes."""
+    opset = model.graph.opset_imports.get("", 1)
+    for node in model.graph:
+        for place, value in enumerate(node.outputs):
+            if value.dtype is None and onnx.defs.has(node.op_type, opset, node.domain):
+                value.dtype = _type(node, place, onnx.defs.get_schema(node.op_type, opset, node.domain))
+
+
+def _type(node: ir.Node, place: int, schema: onnx.defs.OpSchema) -> ir.DataType | None:
+    """Return the type of a node's output: that of an input which the schema ties to it."""
+    if place >= len(schema.outputs):
+        return None
+    wanted, last = schema.outputs[place].type_str, len(schema.inputs) - 1
+    tied = (v for i, v in enumerate(node.inputs) if v is not None and schema.inputs[min(i, last)].type_str == wanted)
+    return next((value.dtype for value in tied if value.dtype is not None), None)
+
+
 @contextmanager
 def _meanings(model: ir.Model) -> Iterator[None]:
     """Give the model, for a while, a function that says what each of ORT's operators in it makes of a shape.
