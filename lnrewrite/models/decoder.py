@@ -59,7 +59,8 @@ class Decoder(Program):
         """Return the model in ONNX, with attention over the cache as ONNX Runtime has it where `contrib` allows."""
         from ..backends.onnx.caching import group
         from ..backends.onnx.export import OPSET, to_onnx
-        from ..backends.onnx.interface import name_cache, turn_weights
+        from ..backends.onnx.interface import name_cache
+        from ..backends.onnx.packing import pack_heads, turn_weights
 
         c, found = self._capture, self.detection
 
@@ -69,6 +70,7 @@ class Decoder(Program):
         model = to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
         self.dropped = name_cache(model, self.decoder.cache)
         turn_weights(model)
+        pack_heads(model)
         return model
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from ..torch.module import CapturedModule, register
-from .grouped import Grouped, attend, bias, find, flat, lengths, merged
+from .grouped import MASK, Grouped, attend, bias, find, flat, lengths, merged, padding
 from .rotation import Bench, Rotation
 
 aten = torch.ops.aten
@@ -28,9 +28,9 @@ def group(module: CapturedModule, most: int) -> bool:
     ids, past = placed["input_ids"], placed["past_0"]
     sizes = [str(ids.meta["val"].shape[0]), str(ids.meta["val"].shape[1]), str(past.meta["val"].shape[2])]
     bench = Bench(module, placed.get("position_ids"), (sizes[0], sizes[1], sizes[2]))
-    found = list(find(bench, most)) if "attention_mask" in placed else []
+    found = list(find(bench, most)) if MASK in placed else []
     if found:
-        writing = _Writing(module, ids, placed["attention_mask"], found[0].node)
+        writing = _Writing(module, ids, placed[MASK], found[0].node)
         for each in found:
             writing.one(each)
     module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "get_attr", "output"))
@@ -39,7 +39,7 @@ def group(module: CapturedModule, most: int) -> bool:
     sized = [user for user in users if user.target is aten.sym_size.int]
     whole = all(user.target in (attend, lengths) for user in users.difference(sized))
     if found and whole:
-        _measure(module.graph, ids, placed["attention_mask"], [user for user in sized if user.args[1] == 2])
+        _measure(module.graph, ids, placed[MASK], [user for user in sized if user.args[1] == 2])
     return bool(found) and whole
 
 
@@ -63,7 +63,7 @@ class _Writing:
     """Hold what all attentions of a model share: lengths, masks as biases, tables."""
 
     def __init__(self, module: CapturedModule, ids: fx.Node, mask: fx.Node, first: fx.Node) -> None:
-        self.module, self.graph = module, module.graph
+        self.module, self.graph, self.ids, self.mask = module, module.graph, ids, mask
         with self.graph.inserting_before(first):
             both = self.graph.call_function(lengths, (ids, mask))
             self.lengths = [self.graph.call_function(operator.getitem, (both, i)) for i in (0, 1)]
@@ -77,7 +77,7 @@ class _Writing:
         with graph.inserting_before(node):
             q, k, v = (self.flat(n) for n in (found.q, found.k, found.v))
             held = [graph.get_attr(name) for name in self.table(turn)] if turn else [None, None]
-            mask = self.bias(found.mask, found.q)
+            mask = self.bias(found)
             rest = (*found.past, *self.lengths, *held, mask, found.scale, bool(turn and turn.interleaved))
             made = graph.call_function(attend, (q, k, v, *rest))
             outputs = [graph.call_function(operator.getitem, (made, i)) for i in range(3)]
@@ -99,8 +99,7 @@ class _Writing:
         """Return the batch as a number, or as what computes it."""
         if isinstance(size, int):
             return size
-        (ids,) = (n for n in self.graph.find_nodes(op="placeholder") if n.name == "input_ids")
-        return self.graph.call_function(aten.sym_size.int, (ids, 0))
+        return self.graph.call_function(aten.sym_size.int, (self.ids, 0))
 
     def flat(self, node: fx.Node) -> fx.Node:
         """Return heads of four axes as three, without a step where they were three."""
@@ -117,10 +116,12 @@ class _Writing:
                 return source
         return self.graph.call_function(flat, (node,))
 
-    def bias(self, mask: fx.Node, like: fx.Node) -> fx.Node:
-        """Return a mask as a bias, one for all layers that have it."""
+    def bias(self, found: Grouped) -> fx.Node:
+        """Return a mask as a bias, one for all layers that have it: of padding alone where that is all it says."""
+        mask, like = found.mask, found.q
         if mask not in self.biases:
-            self.biases[mask] = self.graph.call_function(bias, (mask, like))
+            call = (padding, (self.mask, self.ids, like)) if found.plain else (bias, (mask, like))
+            self.biases[mask] = self.graph.call_function(*call)
         return self.biases[mask]
 
     def table(self, turn: Rotation) -> tuple[str, str]:

@@ -28,13 +28,17 @@ SDPA = aten.scaled_dot_product_attention.default
 KERNEL = f"{CONTRIB}::GroupQueryAttention"
 PLAIN, ROTARY = 8, 16
 """What the size of a head is a multiple of, and the number of channels that are rotated where the kernel does it."""
+MASK = "attention_mask"
 WHOLE = 1 << 62
 """A slice to here ends where its tensor does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Hold the nodes of one attention over a cache; q, k, v are [batch, heads, new, size], `turn` rotates q and k."""
+    """Hold the nodes of one attention over a cache; q, k, v are [batch, heads, new, size], `turn` rotates q and k.
+
+    plain: whether the mask hides nothing but later tokens and padding.
+    """
 
     node: fx.Node
     q: fx.Node
@@ -45,14 +49,21 @@ class Grouped:
     mask: fx.Node
     scale: float
     turn: Rotation | None = None
+    plain: bool = False
 
 
 def find(bench: Bench, most: int) -> Iterator[Grouped]:
     """Yield the attentions that the kernel computes; tables of rotary embedding reach to `most` positions."""
     tables: list[Rotation] = []
+    masks: dict[fx.Node, tuple[bool, bool]] = {}
     for node in bench.module.graph.find_nodes(op="call_function", target=SDPA):
-        if (found := _read(node)) is not None and _causal(bench, found.mask):
-            yield _turned(bench, found, most, tables)
+        if (found := _read(node)) is None:
+            continue
+        if found.mask not in masks:
+            masks[found.mask] = _hides(bench, found.mask, most)
+        causal, plain = masks[found.mask]
+        if causal:
+            yield replace(_turned(bench, found, most, tables), plain=plain)
 
 
 def _read(node: fx.Node) -> Grouped | None:
@@ -110,15 +121,28 @@ def _is_whole(node: fx.Node) -> bool:
     return start in (0, None) and (end is None or isinstance(end, int) and end >= WHOLE) and node.args[4:] in ((), (1,))
 
 
-def _causal(bench: Bench, mask: fx.Node) -> bool:
-    """Return whether a mask hides every later token, as the kernel does whatever its bias is."""
-    ones = {n: torch.ones(2, 9, dtype=torch.int64) for n in bench.module.graph.nodes if n.name == "attention_mask"}
+def _hides(bench: Bench, mask: fx.Node, most: int) -> tuple[bool, bool]:
+    """Return whether a mask hides every later token, as the kernel does whatever its bias is, and nothing but padding.
+
+    It is run: on rows with padding, and on one token behind as many others as the model knows, for a window hides some.
+    """
+    held = next(n for n in bench.module.graph.find_nodes(op="placeholder") if n.name == MASK)
+    given = torch.randint(0, 2, (3, 9), generator=torch.Generator().manual_seed(0))
+    given[:, -1] = 1
+
+    def seen(padding: Tensor, new: int) -> Tensor:
+        rows, keys = padding.shape
+        found = bench.run(mask, {held: padding}, keys - new, rows, new)
+        return found if found.dtype is torch.bool else found > torch.finfo(found.dtype).min
+
+    earlier = torch.ones(5, 9, dtype=torch.bool).tril(4)
     try:
-        seen = bench.run(mask, ones, 4, 2, 5)
+        some, last = seen(given, 5), seen(torch.ones(1, most, dtype=torch.int64), 1)
     except (LookupError, RuntimeError, TypeError, AttributeError):
-        return False
-    later = ~torch.ones(5, 9, dtype=torch.bool).tril(4)
-    return bool((~seen if seen.dtype is torch.bool else seen <= torch.finfo(seen.dtype).min)[..., later].all())
+        return False, False
+    boolean = mask.meta["val"].dtype is torch.bool
+    plain = boolean and bool(last.all()) and torch.equal(some[:, 0], earlier & given[:, None].bool())
+    return not bool(some[..., ~earlier].any()), plain and some.shape[1] == 1
 
 
 def _turned(bench: Bench, found: Grouped, most: int, tables: list[Rotation]) -> Grouped:
@@ -153,6 +177,12 @@ def bias(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype is torch.bool:
         return torch.where(mask, torch.zeros_like(least), least)
     return torch.maximum(mask.to(like.dtype), least)
+
+
+def padding(mask: Tensor, ids: Tensor, like: Tensor) -> Tensor:
+    """Return what is added to the scores of tokens [batch, new] for padding in attention_mask [batch, keys]."""
+    hidden = (1 - mask.to(like.dtype)) * torch.finfo(like.dtype).min
+    return hidden[:, None, None].expand(-1, 1, ids.shape[1], -1)
 
 
 def merged(x: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""A decoder's ONNX model as servers of such models know it: names, axes, weights as products read them."""
+"""The inputs and outputs of a decoder's ONNX model: their names and axes, as servers of such models know them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from ..torch.cached import PAST, PRESENT
@@ -35,31 +34,3 @@ def name_cache(model: ir.Model, cache: Sequence[str]) -> set[str]:
         else:
             value.shape = ir.Shape([BATCH, shape[1], BEFORE if value in held else TOTAL, shape[3]])
     return {str(value.name) for value in unread}
-
-
-def turn_weights(model: ir.Model) -> None:
-    """Store weights that only a product reads, through a Transpose, transposed: `<name>_transposed`."""
-    graph = model.graph
-    for node in [n for n in graph if n.op_type == "Transpose"]:
-        (weight,), turned = node.inputs, node.outputs[0]
-        if weight is None or weight.const_value is None or len(weight.uses()) > 1 or weight.is_graph_output():
-            continue
-        if node.attributes.get_ints("perm", ()) != (1, 0):
-            continue
-        name = f"{weight.name}_transposed"
-        tensor = _turned(weight.const_value, name)
-        made = ir.Value(name=name, shape=ir.Shape(tensor.shape.numpy()), type=weight.type, const_value=tensor)
-        graph.register_initializer(made)
-        turned.replace_all_uses_with(made)
-        graph.remove(node, safe=True)
-        del graph.initializers[str(weight.name)]
-
-
-def _turned(held: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
-    """Return a tensor transposed, computed when it is written."""
-
-    def values() -> ir.TensorProtocol:
-        return ir.tensor(np.ascontiguousarray(held.numpy().T), dtype=held.dtype, name=name)
-
-    rows, columns = (int(str(size)) for size in held.shape)
-    return ir.LazyTensor(values, dtype=held.dtype, shape=ir.Shape([columns, rows]), name=name)

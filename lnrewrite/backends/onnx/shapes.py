@@ -33,7 +33,8 @@ def infer_types(model: ir.Model) -> None:
     for node in model.graph:
         for place, value in enumerate(node.outputs):
             if value.dtype is None and onnx.defs.has(node.op_type, opset, node.domain):
-                value.dtype = _type(node, place, onnx.defs.get_schema(node.op_type, opset, node.domain))
+                found = _type(node, place, onnx.defs.get_schema(node.op_type, opset, node.domain))
+                value.type = None if found is None else ir.TensorType(found)
 
 
 def _type(node: ir.Node, place: int, schema: onnx.defs.OpSchema) -> ir.DataType | None:
