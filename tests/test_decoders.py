@@ -31,11 +31,9 @@ from lnrewrite.loading.source import OpenOptions
 from lnrewrite.models.decoder import Decoder, decoder
 from tiers import rows
 
-FAMILIES = {
-    "llama": 2, "qwen3": 2, "gemma2": 0, "gemma3_text": 2, "olmo2": 2, "glm4": 2, "phi3": 2, "mixtral": 2, "gpt2": 2,
-    "opt": 2, "gpt_neox": 2, "falcon": 2,
-}  # fmt: skip
-"""How many attentions of two layers are the kernel's: gemma2 caps its scores, which torch has no operator for."""
+FAMILIES = (
+    "llama", "qwen3", "gemma2", "gemma3_text", "olmo2", "glm4", "phi3", "mixtral", "gpt2", "opt", "gpt_neox", "falcon"
+)  # fmt: skip
 FORMS = [(name, *form) for name in FAMILIES for form in (("cpu", "fp32"), ("cuda", "fp16"))]
 SAMPLE = [("qwen3", "cpu", "fp32"), ("gpt_neox", "cpu", "fp32"), ("gemma2", "cuda", "fp16")]
 NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
@@ -65,7 +63,7 @@ def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
     assert found.tokens > 64 * 3
     assert all(d.gap < TOLERANCE[dtype] / 10 for d in found.divergences), found
     made = counts(path)
-    assert made["GroupQueryAttention"] == FAMILIES[name]
+    assert made["GroupQueryAttention"] == 2
     norms = sum(count for op, count in made.items() if op.removeprefix("Skip") in NORMS)
     assert norms == len(held.detection.norms) == len(report.norms)
     graph = onnx.load(path).graph
@@ -78,7 +76,7 @@ def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
 
 
 def test_a_layer_adds_what_a_builder_adds(tmp_path: Path) -> None:
-    """A Llama layer is 13 nodes, two of them the norms that the adds ride in, as onnxruntime-genai's builder has it."""
+    """A Llama layer is 11 nodes, two of them the norms that the adds ride in, as onnxruntime-genai's builder has it."""
     total = []
     for depth in (1, 2):
         decoder(zoo.build("llama", depth, head=True)[0]).export(
@@ -86,7 +84,7 @@ def test_a_layer_adds_what_a_builder_adds(tmp_path: Path) -> None:
         )
         total.append(counts(path))
     added = total[1] - total[0]
-    assert added.total() <= 13, added
+    assert added.total() <= 11, added
     assert added["SkipSimplifiedLayerNormalization"] == 2 and "Add" not in added
 
 
@@ -223,5 +221,6 @@ def test_what_the_kernel_does_not_take() -> None:
         found = kernels(transformers.LlamaForCausalLM(config).eval())
         assert len(found) == count
         assert [n.attributes.get_int("do_rotary", 0) for n in found] == inside
-    config = transformers.LlamaConfig(**sizes, **heads, head_dim=16)
+    config = transformers.LlamaConfig(**sizes, **heads, head_dim=16, attn_implementation="eager")
     assert not kernels(Prefixed(config).eval())
+    assert len(kernels(transformers.LlamaForCausalLM(config).eval())) == 1

@@ -78,7 +78,8 @@ class _Writing:
             q, k, v = (self.flat(n) for n in (found.q, found.k, found.v))
             held = [graph.get_attr(name) for name in self.table(turn)] if turn else [None, None]
             mask = self.bias(found)
-            rest = (*found.past, *self.lengths, *held, mask, found.scale, bool(turn and turn.interleaved))
+            how = (found.parts.scale, found.parts.cap, bool(turn and turn.interleaved))
+            rest = (*found.past, *self.lengths, *held, mask, *how)
             made = graph.call_function(attend, (q, k, v, *rest))
             outputs = [graph.call_function(operator.getitem, (made, i)) for i in range(3)]
         for old, new in zip(found.present, outputs[1:], strict=True):
@@ -118,7 +119,7 @@ class _Writing:
 
     def bias(self, found: Grouped) -> fx.Node:
         """Return a mask as a bias, one for all layers that have it: of padding alone where that is all it says."""
-        mask, like = found.mask, found.q
+        mask, like = found.parts.mask, found.q
         if mask not in self.biases:
             call = (padding, (self.mask, self.ids, like)) if found.plain else (bias, (mask, like))
             self.biases[mask] = self.graph.call_function(*call)

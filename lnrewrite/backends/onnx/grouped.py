@@ -1,7 +1,7 @@
 """Attention that reads a cache as ONNX Runtime's one operator for it, which keeps the cache and rotates too.
 
     k = cat(past_k, rotate(k_new)), v = cat(past_v, v_new)
-    softmax(rotate(q) k^T scale + mask) v, k and v repeated over the heads that share them
+    softmax(f(rotate(q) k^T) + mask) v, f a scale and perhaps a cap, k and v repeated over the heads that share them
       -> y, present_k, present_v = GroupQueryAttention(q, k_new, v_new, past_k, past_v, lengths, total, cos, sin, mask)
 
 Every row's keys are as long as the cache and the new tokens together, padding too: the mask, as a bias, hides what a
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import operator_name
+from .eager import Written, written
 from .norms import CONTRIB
 from .rotation import Bench, Rotation, rotation
 
@@ -29,6 +30,11 @@ KERNEL = f"{CONTRIB}::GroupQueryAttention"
 PLAIN, ROTARY = 8, 16
 """What the size of a head is a multiple of, and the number of channels that are rotated where the kernel does it."""
 MASK = "attention_mask"
+LEAST = -3e4
+"""What is added to a score that is hidden: no weight is left of it, and half precision holds it with any score added.
+
+In a row that sees nothing the sum of the least number and a score would be minus infinity, and all of it NaN.
+"""
 WHOLE = 1 << 62
 """A slice to here ends where its tensor does."""
 
@@ -37,7 +43,7 @@ WHOLE = 1 << 62
 class Grouped:
     """Hold the nodes of one attention over a cache; q, k, v are [batch, heads, new, size], `turn` rotates q and k.
 
-    plain: whether the mask hides nothing but later tokens and padding.
+    parts: what it is computed of. plain: whether the mask hides nothing but later tokens and padding.
     """
 
     node: fx.Node
@@ -46,8 +52,7 @@ class Grouped:
     v: fx.Node
     past: tuple[fx.Node, fx.Node]
     present: tuple[fx.Node, fx.Node]
-    mask: fx.Node
-    scale: float
+    parts: Written
     turn: Rotation | None = None
     plain: bool = False
 
@@ -56,36 +61,42 @@ def find(bench: Bench, most: int) -> Iterator[Grouped]:
     """Yield the attentions that the kernel computes; tables of rotary embedding reach to `most` positions."""
     tables: list[Rotation] = []
     masks: dict[fx.Node, tuple[bool, bool]] = {}
-    for node in bench.module.graph.find_nodes(op="call_function", target=SDPA):
-        if (found := _read(node)) is None:
+    for node in bench.module.graph.nodes:
+        if node.op != "call_function" or (found := _read(node)) is None:
             continue
-        if found.mask not in masks:
-            masks[found.mask] = _hides(bench, found.mask, most)
-        causal, plain = masks[found.mask]
+        if found.parts.mask not in masks:
+            masks[found.parts.mask] = _hides(bench, found.parts.mask, most)
+        causal, plain = masks[found.parts.mask]
         if causal:
             yield replace(_turned(bench, found, most, tables), plain=plain)
 
 
 def _read(node: fx.Node) -> Grouped | None:
     """Return what an attention consists of; None where the kernel does not compute it."""
-    inputs = node.all_input_nodes
-    if len(inputs) != 4 or len(node.args) > 4 or node.kwargs.get("is_causal") or node.kwargs.get("dropout_p"):
+    parts = _called(node) if node.target is SDPA else written(node)
+    if parts is None or parts.mask.meta["val"].dim() != 4:
         return None
-    q, key, value, mask = inputs
-    keys, values = _appended(key), _appended(value)
-    if keys is None or values is None or mask.meta["val"].dim() != 4:
+    keys, values = _appended(parts.key), _appended(parts.value)
+    if keys is None or values is None:
         return None
     (k, *kept_k), (v, *kept_v) = keys, values
-    shapes = [n.meta["val"].shape for n in (q, k, v)]
+    shapes = [n.meta["val"].shape for n in (parts.q, k, v)]
     if len({shape[-1] for shape in shapes}) > 1 or shapes[0][-1] % PLAIN:
         return None
     if shapes[1][1] != shapes[2][1] or shapes[0][1] % shapes[1][1]:
         return None
-    scale = node.kwargs.get("scale")
-    scale = shapes[0][-1] ** -0.5 if scale is None else scale
-    if not isinstance(scale, float):
+    return Grouped(node, parts.q, k, v, (kept_k[0], kept_v[0]), (kept_k[1], kept_v[1]), parts)
+
+
+def _called(node: fx.Node) -> Written | None:
+    """Return the parts of an attention that is one operator of torch."""
+    how = node.kwargs
+    if len(node.all_input_nodes) != 4 or len(node.args) > 4 or how.get("is_causal") or how.get("dropout_p"):
         return None
-    return Grouped(node, q, k, v, (kept_k[0], kept_v[0]), (kept_k[1], kept_v[1]), mask, scale)
+    q, key, value, mask = node.all_input_nodes
+    scale = how.get("scale")
+    scale = q.meta["val"].shape[-1] ** -0.5 if scale is None else scale
+    return Written(q, key, value, mask, scale, 0.0) if isinstance(scale, float) else None
 
 
 def _appended(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
@@ -130,18 +141,24 @@ def _hides(bench: Bench, mask: fx.Node, most: int) -> tuple[bool, bool]:
     given = torch.randint(0, 2, (3, 9), generator=torch.Generator().manual_seed(0))
     given[:, -1] = 1
 
+    exact = True
+
     def seen(padding: Tensor, new: int) -> Tensor:
+        nonlocal exact
         rows, keys = padding.shape
         found = bench.run(mask, {held: padding}, keys - new, rows, new)
-        return found if found.dtype is torch.bool else found > torch.finfo(found.dtype).min
+        if found.dtype is torch.bool:
+            return found
+        shown = found > torch.finfo(found.dtype).min
+        exact &= not bool(found[shown].any())  # what is seen has nothing added to it
+        return shown
 
     earlier = torch.ones(5, 9, dtype=torch.bool).tril(4)
     try:
         some, last = seen(given, 5), seen(torch.ones(1, most, dtype=torch.int64), 1)
     except (LookupError, RuntimeError, TypeError, AttributeError):
         return False, False
-    boolean = mask.meta["val"].dtype is torch.bool
-    plain = boolean and bool(last.all()) and torch.equal(some[:, 0], earlier & given[:, None].bool())
+    plain = exact and bool(last.all()) and torch.equal(some[:, 0], earlier & given[:, None].bool())
     return not bool(some[..., ~earlier].any()), plain and some.shape[1] == 1
 
 
@@ -172,8 +189,8 @@ def lengths(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bias(mask: Tensor, like: Tensor) -> Tensor:
-    """Return what is added to scores in the place of a mask, the least finite number where it hides."""
-    least = torch.full((), torch.finfo(like.dtype).min, dtype=like.dtype, device=like.device)
+    """Return what is added to scores in the place of a mask."""
+    least = torch.full((), LEAST, dtype=like.dtype, device=like.device)
     if mask.dtype is torch.bool:
         return torch.where(mask, torch.zeros_like(least), least)
     return torch.maximum(mask.to(like.dtype), least)
@@ -181,7 +198,7 @@ def bias(mask: Tensor, like: Tensor) -> Tensor:
 
 def padding(mask: Tensor, ids: Tensor, like: Tensor) -> Tensor:
     """Return what is added to the scores of tokens [batch, new] for padding in attention_mask [batch, keys]."""
-    hidden = (1 - mask.to(like.dtype)) * torch.finfo(like.dtype).min
+    hidden = (1 - mask.to(like.dtype)) * LEAST
     return hidden[:, None, None].expand(-1, 1, ids.shape[1], -1)
 
 
@@ -197,11 +214,13 @@ def flat(x: Tensor) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, last: Tensor, total: Tensor,
-    cos: Tensor | None, sin: Tensor | None, mask: Tensor, scale: float, interleaved: bool,
+    cos: Tensor | None, sin: Tensor | None, mask: Tensor, scale: float, cap: float, interleaved: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Represent the kernel in a graph that is traced: it has shapes and no values."""
     size, kv = past_k.shape[3], past_k.shape[1]
     held: dict[str, int | float] = {"num_heads": q.shape[2] // size, "kv_num_heads": kv, "scale": scale}
+    if cap:
+        held["softcap"] = cap
     if cos is not None:
         held |= {"do_rotary": 1, "rotary_interleaved": int(interleaved)}
     present = (past_k.shape[0], kv, past_k.shape[2] + q.shape[1], size)
