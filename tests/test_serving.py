@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,24 @@ def test_genai(checkpoint: Path, tmp_path: Path, plan: str) -> None:
     found = generate(tmp_path / "served", PROMPT, most=48)
     assert found.engine == "genai"
     assert list(found.tokens) == wanted(model, 48)
+
+
+def test_operators_of_ours(
+    checkpoint: Path, tmp_path: Path, built: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with operators of lnrewrite brings their kernels along and names them; both engines run them."""
+    monkeypatch.setenv("LNREWRITE_KERNELS", str(library := built()))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    lnr.rewrite_file(checkpoint, "place{to=peri}", source := tmp_path / "peri")
+    lnr.export_model(source, served := tmp_path / "served", target="cpu", fuse="custom")
+    held = json.loads((served / "genai_config.json").read_text())
+    assert held["model"]["decoder"]["session_options"]["custom_ops_library"] == library.name
+    assert (served / library.name).read_bytes() == library.read_bytes()
+    assert "NormAddNorm" in {node.op_type for node in onnx.load(served / "model.onnx").graph.node}
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True).eval()
+    here = importlib.util.find_spec("onnxruntime_genai") is not None
+    for engine in ("session", "genai") if here else ("session",):
+        assert list(generate(served, PROMPT, most=24, engine=engine).tokens) == wanted(model, 24)
 
 
 def test_living_module(tmp_path: Path) -> None:

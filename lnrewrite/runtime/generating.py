@@ -120,6 +120,9 @@ def _by_session(folder: Path, ids: list[int], most: int, threads: int | None) ->
     held = {}
     for name in cache:
         value = taken[name.replace("present", "past_key_values")]
+        if value.type not in NUMPY:
+            why = f"its cache is {value.type}, of which arrays cannot be given to ONNX Runtime from here"
+            raise LnrewriteError(Code.LN520, str(folder / MODEL), why, "run it with --engine genai")
         held[value.name] = np.zeros((1, value.shape[1], 0, value.shape[3]), NUMPY[value.type])
     new, past = np.array([ids], np.int64), 0
     for _ in range(most):
