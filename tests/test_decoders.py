@@ -221,6 +221,8 @@ def test_what_the_kernel_does_not_take() -> None:
         found = kernels(transformers.LlamaForCausalLM(config).eval())
         assert len(found) == count
         assert [n.attributes.get_int("do_rotary", 0) for n in found] == inside
+        outside = [n for kernel in found for n in kernel.graph if n.op_type == "RotaryEmbedding"]  # type: ignore[union-attr]
+        assert len(outside) == 2 * inside.count(0)
     config = transformers.LlamaConfig(**sizes, **heads, head_dim=16, attn_implementation="eager")
     assert not kernels(Prefixed(config).eval())
     assert len(kernels(transformers.LlamaForCausalLM(config).eval())) == 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from ..torch.module import CapturedModule, register
-from .grouped import MASK, Grouped, attend, bias, find, flat, lengths, merged, padding
+from .grouped import MASK, Grouped, attend, bias, find, flat, lengths, merged, padding, turned
 from .rotation import Bench, Rotation
 
 aten = torch.ops.aten
@@ -31,6 +31,7 @@ def group(module: CapturedModule, most: int) -> bool:
     found = list(find(bench, most)) if MASK in placed else []
     if found:
         writing = _Writing(module, ids, placed[MASK], found[0].node)
+        writing.positions = bench.positions
         for each in found:
             writing.one(each)
     module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "get_attr", "output"))
@@ -67,6 +68,7 @@ class _Writing:
         with self.graph.inserting_before(first):
             both = self.graph.call_function(lengths, (ids, mask))
             self.lengths = [self.graph.call_function(operator.getitem, (both, i)) for i in (0, 1)]
+        self.positions: fx.Node | None = None
         self.biases: dict[fx.Node, fx.Node] = {}
         self.tables: list[tuple[Rotation, str, str]] = []
 
@@ -76,10 +78,14 @@ class _Writing:
         value = node.meta["val"]
         with graph.inserting_before(node):
             q, k, v = (self.flat(n) for n in (found.q, found.k, found.v))
-            held = [graph.get_attr(name) for name in self.table(turn)] if turn else [None, None]
+            held: list[fx.Node | None] = [graph.get_attr(name) for name in self.table(turn)] if turn else [None, None]
+            if turn and not found.inside:
+                how = (self.positions, *held, value.shape[-1], turn.interleaved)
+                q, k = (graph.call_function(turned, (x, *how)) for x in (q, k))
+                held = [None, None]
             mask = self.bias(found)
-            how = (found.parts.scale, found.parts.cap, bool(turn and turn.interleaved))
-            rest = (*found.past, *self.lengths, *held, mask, *how)
+            numbers = (found.parts.scale, found.parts.cap, bool(turn and turn.interleaved))
+            rest = (*found.past, *self.lengths, *held, mask, *numbers)
             made = graph.call_function(attend, (q, k, v, *rest))
             outputs = [graph.call_function(operator.getitem, (made, i)) for i in range(3)]
         for old, new in zip(found.present, outputs[1:], strict=True):

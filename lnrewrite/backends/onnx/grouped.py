@@ -7,7 +7,8 @@
 Every row's keys are as long as the cache and the new tokens together, padding too: the mask, as a bias, hides what a
 row does not see. Positions are counted by the kernel, from the cache's length on: a row that is padded on the left is
 rotated further than the model does, keys and queries alike, which their products do not see. The kernel's contract:
-several new tokens after a past need a batch of one; the size of a head is a multiple of 8, of 16 with rotary inside.
+several new tokens after a past need a batch of one; the size of a head is a multiple of 8, of 16 with rotary inside,
+else RotaryEmbedding stands before it.
 Rows that see nothing, which are padding, get means where torch gives zeros: nothing reads them.
 """
 
@@ -26,7 +27,7 @@ from .rotation import Bench, Rotation, rotation
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
-KERNEL = f"{CONTRIB}::GroupQueryAttention"
+KERNEL, TURNING = f"{CONTRIB}::GroupQueryAttention", f"{CONTRIB}::RotaryEmbedding"
 PLAIN, ROTARY = 8, 16
 """What the size of a head is a multiple of, and the number of channels that are rotated where the kernel does it."""
 MASK = "attention_mask"
@@ -35,6 +36,8 @@ LEAST = -3e4
 
 In a row that sees nothing the sum of the least number and a score would be minus infinity, and all of it NaN.
 """
+FEW = 64
+"""How many positions tell one table of angles from another."""
 WHOLE = 1 << 62
 """A slice to here ends where its tensor does."""
 
@@ -43,7 +46,8 @@ WHOLE = 1 << 62
 class Grouped:
     """Hold the nodes of one attention over a cache; q, k, v are [batch, heads, new, size], `turn` rotates q and k.
 
-    parts: what it is computed of. plain: whether the mask hides nothing but later tokens and padding.
+    parts: what it is computed of. plain: whether the mask hides nothing but later tokens and padding. inside: whether
+    the kernel rotates; else an operator before it does.
     """
 
     node: fx.Node
@@ -55,6 +59,7 @@ class Grouped:
     parts: Written
     turn: Rotation | None = None
     plain: bool = False
+    inside: bool = False
 
 
 def find(bench: Bench, most: int) -> Iterator[Grouped]:
@@ -163,19 +168,19 @@ def _hides(bench: Bench, mask: fx.Node, most: int) -> tuple[bool, bool]:
 
 
 def _turned(bench: Bench, found: Grouped, most: int, tables: list[Rotation]) -> Grouped:
-    """Take the rotation of queries and keys into the kernel where both are rotated alike and it can."""
-    if found.q.meta["val"].shape[-1] % ROTARY:
+    """Take the rotation of queries and keys out of the graph where both are rotated alike."""
+    q, k = (rotation(bench, end, FEW) for end in (found.q, found.k))
+    if q is None or k is None or not q.like(k):
         return found
-    few = [rotation(bench, end, 64) for end in (found.q, found.k)]
-    q, k = few
-    if q is None or k is None or not q.like(k) or q.cos.shape[-1] * 2 % ROTARY:
-        return found
-    known = next((t for t in tables if t.interleaved == q.interleaved and torch.equal(t.cos[:64], q.cos)), None)
+    known = next((t for t in tables if t.interleaved == q.interleaved and torch.equal(t.cos[:FEW], q.cos)), None)
     if known is None:
         known = rotation(bench, found.q, most)
         assert known is not None
         tables.append(known)
-    return replace(found, q=q.x, k=k.x, turn=replace(known, x=q.x))
+    inside = not (found.q.meta["val"].shape[-1] % ROTARY or q.cos.shape[-1] * 2 % ROTARY)
+    if not inside and bench.positions is None:
+        return found
+    return replace(found, q=q.x, k=k.x, turn=replace(known, x=q.x), inside=inside)
 
 
 # ---- what is traced in the place of it ----
@@ -210,6 +215,14 @@ def merged(x: Tensor) -> Tensor:
 def flat(x: Tensor) -> Tensor:
     """Return [batch, new, heads, size] as [batch, new, heads * size]."""
     return x.flatten(2)
+
+
+def turned(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, size: int, interleaved: bool) -> Tensor:
+    """Represent the operator that rotates heads of a size, x [batch, new, heads * size], in a graph that is traced."""
+    width = 2 * cos.shape[1]
+    held = {"interleaved": int(interleaved), "num_heads": x.shape[2] // size}
+    held |= {"rotary_embedding_dim": width} if width < size else {}
+    return torch.onnx.ops.symbolic(TURNING, (x, positions, cos, sin), {**held}, dtype=x.dtype, shape=x.shape, version=1)
 
 
 def attend(

@@ -139,7 +139,10 @@ def _elementary(node: fx.Node) -> bool:
 
 def _read(bench: Bench, x: fx.Node, end: fx.Node, most: int) -> Rotation | None:
     """Return the rotation from `x` [b, heads, s, size], or [b, s, heads, size], to `end`, None where it is another."""
-    turned = list(map(str, x.meta["val"].shape)) != list(map(str, end.meta["val"].shape))
+    own, (rows, heads, tokens, size) = ([str(d) for d in n.meta["val"].shape] for n in (x, end))
+    if own not in ([rows, heads, tokens, size], [rows, tokens, heads, size]):
+        return None
+    turned = own[1] != heads
     batch, new, start = 2, 7, 3
     sizes = dict(zip(bench.symbols, (batch, new, start), strict=True))
     shape = bench.shape(end, sizes)
@@ -155,14 +158,14 @@ def _read(bench: Bench, x: fx.Node, end: fx.Node, most: int) -> Rotation | None:
     if torch.equal(got, given):
         return None
     for interleaved in (False, True):
-        for size in dict.fromkeys((shape[-1], shape[-1] // 2, shape[-1] // 4, *_moved(given, got))):
-            if size < 2 or size % 2:
+        for width in dict.fromkeys((shape[-1], shape[-1] // 2, shape[-1] // 4, *_moved(given, got))):
+            if width < 2 or width % 2:
                 continue
-            cos, sin = _tables(through, shape, interleaved, size, start, new)
+            cos, sin = _tables(through, shape, interleaved, width, start, new)
             if _close(got, rotated(given, cos, sin, interleaved), dtype):
-                if not _relative(through, shape, interleaved, size, dtype):
+                if not _relative(through, shape, interleaved, width, dtype):
                     return None
-                cos, sin = _tables(through, shape, interleaved, size, 0, most)
+                cos, sin = _tables(through, shape, interleaved, width, 0, most)
                 return Rotation(x, interleaved, cos.to(dtype), sin.to(dtype))
     return None
 
