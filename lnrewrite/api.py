@@ -88,7 +88,7 @@ def load_to_export(source: Source, kv_cache: bool | None = None) -> Program | On
     from .models.decoder import decoder
 
     try:
-        return decoder(opened.module, opened.notes, format=opened.kind, tokenizer=opened.tokenizer)
+        return decoder(opened.module, opened.notes, format=opened.kind, tokenizer=opened.tokenizer, consume=True)
     except LnrewriteError as error:
         if kv_cache or error.code != Code.LN504:
             raise

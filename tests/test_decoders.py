@@ -133,6 +133,17 @@ def test_rewritten_folder(folder: Path, tmp_path: Path) -> None:
     assert counts(tmp_path / "output.onnx")["GroupQueryAttention"] == 2
 
 
+def test_half_precision_is_what_is_asked_for(tmp_path: Path) -> None:
+    """A model held in bfloat16, which no CPU session runs, is written in the type that is given; it stays as it was."""
+    model = model_of("llama").to(torch.bfloat16)
+    for dtype, held in (("fp32", onnx.TensorProto.FLOAT), ("fp16", onnx.TensorProto.FLOAT16)):
+        report = lnr.export_model(model, path := tmp_path / f"{dtype}.onnx", target="cpu", dtype=dtype)
+        graph = onnx.load(path).graph
+        assert {v.type.tensor_type.elem_type for v in (*graph.input[2:], *graph.output)} == {held}
+        assert "captured in float32" in report.notes[0]
+    assert model.dtype is torch.bfloat16
+
+
 def test_without_a_cache() -> None:
     """What has no such cache is refused in words where one is insisted on, and exported without it where not."""
     for name, why in (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from ..backends.running import Runnable
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..loading.transformers import Tokenizer
 
+HALVES = (torch.float16, torch.bfloat16)
 POSITIONS = 2048
 """How many positions a model knows whose config does not say it."""
 
@@ -75,8 +79,22 @@ class Decoder(Program):
 
 
 def decoder(
-    module: nn.Module, notes: Sequence[str] = (), *, format: str = "module", tokenizer: Tokenizer | None = None
+    module: nn.Module,
+    notes: Sequence[str] = (),
+    *,
+    format: str = "module",
+    tokenizer: Tokenizer | None = None,
+    consume: bool = False,
 ) -> Decoder:
-    """Return a living model of transformers as a decoder with its cache. Raises LnrewriteError LN504, LN024."""
+    """Return a living model of transformers as a decoder with its cache, in float32 where it is held in half precision.
+
+    What type is written is for the export to say. consume: the module may be changed for it; else a copy is. Raises
+    LnrewriteError LN504, LN024.
+    """
     check_finite(module)
-    return Decoder(cached(module), notes, format=format, tokenizer=tokenizer)
+    found = cached(module)
+    if found.dtype in HALVES:
+        model = found.model if consume else copy.deepcopy(found.model)
+        notes = (*notes, f"its weights are {found.dtype}: it is captured in float32".replace("torch.", ""))
+        found = replace(found, model=nn.Module.float(model))
+    return Decoder(found, notes, format=format, tokenizer=tokenizer)
