@@ -79,7 +79,8 @@ class Fitted:
     """Report the branches of one sum whose parameters were fitted to data.
 
     Errors are squared, on data that was not fitted on, in units of what the original's branch adds. `weights` maps each
-    parameter that moved to |W - W0| over the larger of |W| and |W0|; `why` says what hindered the fit.
+    parameter that moved to |W - W0| over the larger of |W| and |W0|; `why` says what hindered the fit. The row without
+    blocks is the training of all together: its errors are those of the states, relative, the mean over sums.
     """
 
     blocks: tuple[str, ...]
@@ -234,7 +235,7 @@ class Report:
     def _fitted(self) -> Iterator[str]:
         """Yield a line for each sum whose branches were fitted, the worst ones first."""
         yield "fitted to the data, block by block: the squared error on held-out data, and how far the weights moved"
-        worst = sorted(self.fitted, key=lambda row: -row.after)
+        worst = sorted((row for row in self.fitted if row.blocks), key=lambda row: -row.after)
         rows = []
         for row in worst[:_SHOWN]:
             most = max(row.weights, key=lambda name: row.weights[name], default="")
@@ -243,6 +244,9 @@ class Report:
         yield from aligned(("blocks", "before", "after", "moved most"), rows, ("blocks", "moved most"), "  ")
         if len(worst) > _SHOWN:
             yield f"  and {len(worst) - _SHOWN} more"
+        for row in self.fitted:
+            if not row.blocks:
+                yield f"  then all together: the states' squared error {row.before:.2e} -> {row.after:.2e}"
 
 
 def _some(rows: Iterable[str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -26,9 +26,10 @@ from ..pipeline.report import Fitted
 from ..quiet import LOGGER
 from .fitting import Fitting
 from .goals import Goal, Measure, goals_of
+from .together import LARGEST, Together
 from .walk import Walk
 
-RIDGE = 100.0
+RIDGE = 2000.0
 """The pull to the start, times the number of tokens: what |W - W0|^2 / |W0|^2 = 1 costs for each matrix."""
 DONE = 1e-8
 """A relative squared error from which nothing is left to fit."""
@@ -62,12 +63,15 @@ def fitted(
     rows: list[Fitted] = []
     with evaluating(original.module), evaluating(made.module):
         try:
-            rows += Reconstruction(original, made, fit, held, blocks).run()
+            rows += (one := Reconstruction(original, made, fit, held, blocks)).run()
         except RuntimeError as error:
             if not (path := other_path(error)):
                 raise
             return (), (f"its branches were fitted up to where the result leaves the captured path: {path}",)
-    return tuple(rows), ()
+        if (many := sum(p.numel() for p in made.module.parameters())) <= LARGEST:
+            return one.together(rows)
+    why = f"of {many:,} parameters, more than {LARGEST:,}, not all are trained together"
+    return tuple(rows), (f"its branches were fitted one by one: {why}",)
 
 
 class Targets:
@@ -121,6 +125,8 @@ class Reconstruction:
         targets = Targets(self.original, batches)
         self.student = Walk(self.made.module, list(ends), batches)
         self.before: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.start: dict[tuple[str, ...], dict[str, Tensor]] = {}
+        self.tokens = 0
         found: list[Fitted] = []
         started = time.perf_counter()
         while len(found) < len(todo) and not self.student.over:
@@ -141,7 +147,9 @@ class Reconstruction:
         """Fit what one sum adds to the original's states behind and before it."""
         blocks, walk, many = self.made.sums[place], self.student, len(self.fit)
         goals, given = self.goals(place, totals, starts), [walk.given(k) for k in range(len(totals))]
+        self.tokens = sum(g.target[..., 0].numel() for g in goals[:many])
         start = own(walk.body, blocks[0].anchor.state)
+        self.start[tuple(b.name for b in blocks)] = {walk.origin(n): p for n, p in start.items()}
         made = walk.function(list(start))
 
         def residual(batch: int, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -155,18 +163,43 @@ class Reconstruction:
         names, before, why = tuple(b.name for b in blocks), error(start), ""
         best, after = start, before
         if start and before > DONE:
-            tokens = sum(g.target[..., 0].numel() for g in goals[:many])
             try:
-                best, after = Fitting(residual, many, start, RIDGE / tokens).fit(error)
+                best, after = Fitting(residual, many, start, RIDGE / self.tokens).fit(error)
             except (RuntimeError, NotImplementedError) as fault:
                 why = f"the fit failed: {str(fault).partition(chr(10))[0]}"
         return Fitted(names, before, after, self.keep(start, best) if after < before else {}, why)
 
+    def together(self, rows: Sequence[Fitted]) -> tuple[tuple[Fitted, ...], tuple[str, ...]]:
+        """Train all that was fitted together; return the rows with how far each parameter went, one more, and notes."""
+        both = zip(self.original.sums.items(), self.made.sums.values(), strict=True)
+        ends = [(a[-1].anchor.total, b[-1].anchor.total, self.measure(at)) for (at, a), b in both]
+        names = [n for start in self.start.values() for n in start]
+        if not names:
+            return tuple(rows), ()
+        modules = self.original.module, self.made.module
+        try:
+            found = Together(*modules, ends, names, self.fit, self.held, self.tokens).run()
+        except (RuntimeError, NotImplementedError) as fault:
+            why = f"training them together failed: {str(fault).partition(chr(10))[0]}"
+            return tuple(rows), (f"its branches were fitted one by one: {why}",)
+        stored = dict(self.made.module.named_parameters())
+        with torch.no_grad():
+            for name, value in found.values.items():
+                stored[name].copy_(value)
+        every = []
+        for row in rows:
+            far = {n: _moved(p, stored[n].detach()) for n, p in self.start[row.blocks].items()}
+            every.append(replace(row, weights={n: way for n, way in far.items() if way}))
+        return (*every, Fitted((), found.before, found.after, {})), ()
+
+    def measure(self, place: tuple[int, int]) -> Measure:
+        """Return how the states behind a sum are compared."""
+        centered = any(s.norm.kind is Kind.LAYER for _, s in self.made.network.streams[place[0]].sites())
+        return Measure(self.made.sums[place][0].anchor.axis, self.moves_trunk_norms(place[0]), centered)
+
     def goals(self, place: tuple[int, int], totals: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Goal]:
         """Return what the state behind a sum shall be on each batch, in units of its own for held-out data."""
-        stream = self.made.network.streams[place[0]]
-        centered = any(s.norm.kind is Kind.LAYER for _, s in stream.sites())
-        measure = Measure(self.made.sums[place][0].anchor.axis, self.moves_trunk_norms(place[0]), centered)
+        measure = self.measure(place)
         before, many = self.before.get(place[0], []), len(self.fit)
         halves = slice(0, many), slice(many, None)
         return [g for h in halves for g in goals_of(measure, totals[h], starts[h], before[h])]
@@ -184,9 +217,13 @@ class Reconstruction:
         for name, value in best.items():
             stored[name].copy_(value)
             running[name].copy_(stored[name])
-            size = max(float(start[name].norm()), float(stored[name].norm()), 1e-30)
-            moved[self.student.origin(name)] = float((stored[name] - start[name]).norm()) / size
+            moved[self.student.origin(name)] = _moved(start[name], stored[name])
         return moved
+
+
+def _moved(start: Tensor, now: Tensor) -> float:
+    """Return how far a parameter went, over the larger of its sizes before and after."""
+    return float((now - start).norm()) / max(float(start.norm()), float(now.norm()), 1e-30)
 
 
 def own(body: fx.GraphModule, state: str) -> dict[str, Tensor]:

@@ -1,0 +1,178 @@
+"""Train the branches of a converted model together, so that its states follow the original's from end to end.
+
+Fitted one after the other, a branch makes good what those before it left over as far as its own weights can, and they
+move by half of their size. Together, changes of a few per cent do more: on demo:tinygpt without norms the same 8,192
+tokens leave a third of the loss (docs/results/conversion.md). A student is taught by its teacher's states as in FitNets
+(1412.6550); nothing but the states is looked at, so it serves every model that has sums.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+from torch.func import functional_call
+
+from ..backends.torch.feeding import flat_inputs
+from ..backends.torch.module import CapturedModule
+from ..backends.torch.widened import widened
+from ..layout import clock
+from ..pipeline.protocols import Batch
+from ..quiet import LOGGER
+from .goals import Measure
+
+STEPS, TOKENS, EPOCHS = 256, 28, 4
+"""A step is made for so many tokens, up to so many steps; but the data are gone through so often, at least."""
+MATRICES, VECTORS, LEAST = 0.012, 0.012, 0.1
+"""A step of a matrix over its root mean square; of a vector likewise, but as if its own were `LEAST` at least."""
+WARMUP = 20
+"""The steps in which the rate rises."""
+SAY = 32
+"""Steps between two lines of progress."""
+LARGEST = 2**28
+"""Models of more parameters are fitted branch by branch alone: here all are in memory, three times over."""
+
+States = Callable[[Mapping[str, Tensor], Sequence[object]], list[Tensor]]
+"""Gives a model's states behind its sums, for some parameters and a batch."""
+Pair = tuple[list[object], list[object]]
+"""A batch as both models take it."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Hold new values of parameters, and the error of the states on held-out data before and after."""
+
+    values: Mapping[str, Tensor]
+    before: float
+    after: float
+
+
+@dataclass
+class Together:
+    """Train parameters of `made` on the batches of `fit`; what comes of it is kept where it helps on those of `held`.
+
+    ends: the sums' nodes in both models, and how their states are compared. tokens: how many there are to fit on.
+    """
+
+    original: CapturedModule
+    made: CapturedModule
+    ends: Sequence[tuple[str, str, Measure]]
+    names: Collection[str]
+    fit: Sequence[Batch]
+    held: Sequence[Batch]
+    tokens: int
+
+    def run(self) -> Trained:
+        """Return what the training gave, or no values where it did not help. The models stay as they are."""
+        known = dict(self.made.named_parameters())
+        start = {n: known[n].detach() for n in self.names}
+        start = {n: p.to(torch.promote_types(p.dtype, torch.float32)) for n, p in start.items()}
+        fit, held = ([self._pair(b) for b in batches] for batches in (self.fit, self.held or self.fit))
+        before, leaves = self._mean(start, held), {n: v.clone().requires_grad_() for n, v in start.items()}
+        optimizer = torch.optim.AdamW([group(v) for v in leaves.values()], betas=(0.9, 0.95), weight_decay=0.0)
+        steps = max(min(STEPS, self.tokens // TOKENS), EPOCHS * len(fit))
+        started = time.perf_counter()
+        for step in range(steps):
+            loss = self._error(leaves, varied(fit[order(step, len(fit))], step))
+            slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            for leaf, slope in zip(leaves.values(), slopes, strict=True):
+                leaf.grad = slope
+            for row in optimizer.param_groups:
+                row["lr"] = row["initial_lr"] * share(step, steps)
+            optimizer.step()
+            if step % SAY == SAY - 1:
+                left = clock((time.perf_counter() - started) * (steps / (step + 1) - 1))
+                LOGGER.info(f"together {step + 1}/{steps}: error {loss.item():.2g}, some {left} left")
+        found = {n: v.detach() for n, v in leaves.items()}
+        after = self._mean(found, held)
+        return Trained(found, before, after) if after < before else Trained({}, before, before)
+
+    def _error(self, parameters: Mapping[str, Tensor], batch: Pair) -> Tensor:
+        """Return how far the states are from the original's on one batch, the mean over sums."""
+        with torch.no_grad():
+            theirs = self._runs[0]({}, batch[0])
+        rows = zip(self.ends, theirs, self._runs[1](parameters, batch[1]), strict=True)
+        return torch.stack([distance(measure, one, other) for (_, _, measure), one, other in rows]).mean()
+
+    @torch.no_grad()
+    def _mean(self, parameters: Mapping[str, Tensor], batches: Sequence[Pair]) -> float:
+        return float(torch.stack([self._error(parameters, b) for b in batches]).mean())
+
+    @cached_property
+    def _runs(self) -> tuple[States, States]:
+        theirs, mine, _ = zip(*self.ends, strict=True)
+        return states_of(self.original, theirs), states_of(self.made, mine)
+
+    def _pair(self, batch: Batch) -> Pair:
+        return flat_inputs(self.original, batch), flat_inputs(self.made, batch)
+
+
+def states_of(module: CapturedModule, ends: Sequence[str]) -> States:
+    """Return what computes the states at some nodes, in float32 where the model is stored in less."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(module.graph, copies)
+    named = {old.name: new for old, new in copies.items()}
+    graph.output(tuple(named[n] for n in ends))
+    graph.eliminate_dead_code()
+    runs: torch.nn.Module = fx.GraphModule(module, graph)
+    here, known = {id(p): n for n, p in runs.named_parameters()}, dict(module.named_parameters())
+    if narrow := any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):
+        runs = widened(runs, torch.float32)
+
+    def states(parameters: Mapping[str, Tensor], batch: Sequence[object]) -> list[Tensor]:
+        given = [v.float() if narrow and isinstance(v, Tensor) and v.is_floating_point() else v for v in batch]
+        named = {here[id(known[n])]: p for n, p in parameters.items() if id(known[n]) in here}
+        return list(functional_call(runs, named, tuple(given)))
+
+    return states
+
+
+def distance(measure: Measure, theirs: Tensor, mine: Tensor) -> Tensor:
+    """Return how far states [..., width on the measure's axis] are apart: squared, relative, the mean over tokens."""
+    wanted, found = measure(theirs), measure(mine)
+    sizes = wanted.square().mean(-1).clamp_min(torch.finfo(wanted.dtype).tiny)
+    return ((found - wanted).square().mean(-1) / sizes).mean()
+
+
+def varied(pair: Pair, step: int) -> Pair:
+    """Return a batch as it is or, every other time, its rows of tokens cut anew: one behind the other, from elsewhere.
+
+    Tokens meet other contexts and places so, and few of them go further. Only where whole numbers [rows, length] are
+    the one input that varies within a row: what else told of a place would be wrong.
+    """
+    told = {id(v): v for values in pair for v in values if isinstance(v, Tensor) and v.dim() == 2}
+    rows = [v for v in pair[0] if isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any())]
+    if step % 2 == 0 or len(rows) != 1 or id(rows[0]) not in told or rows[0].is_floating_point():
+        return pair
+    turn = int(torch.randint(rows[0].numel(), (), generator=torch.Generator().manual_seed(step)))
+
+    def cut(value: object) -> object:
+        if isinstance(value, Tensor) and value.shape == rows[0].shape and torch.equal(value, rows[0]):
+            return value.flatten().roll(turn).view(value.shape)
+        return value
+
+    return [cut(v) for v in pair[0]], [cut(v) for v in pair[1]]
+
+
+def group(value: Tensor) -> dict[str, object]:
+    """Return how AdamW takes a parameter: its steps are a share of its size."""
+    size = float(value.detach().square().mean().sqrt())
+    rate = MATRICES * size if value.dim() >= 2 else VECTORS * max(size, LEAST)
+    return {"params": [value], "initial_lr": rate, "lr": rate}
+
+
+def order(step: int, many: int) -> int:
+    """Return the batch of a step: each once before any comes again, every time in another order."""
+    draw = torch.Generator().manual_seed(step // many)
+    return int(torch.randperm(many, generator=draw)[step % many])
+
+
+def share(step: int, steps: int) -> float:
+    """Return the share of the rate at a step: it rises, then falls as a cosine."""
+    return min(1.0, (step + 1) / WARMUP) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
