@@ -1,10 +1,16 @@
-"""Published designs: every norm is reported or noted, and nothing that is done to the nets is wrong or not a number."""
+"""Published designs: every norm is reported or noted, and nothing that is done to the nets is wrong or not a number.
+
+docs/results/designs.md says what is seen of each and what becomes of it; `pytest tests/test_designs.py
+--update-goldens` (in one process) writes it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +23,22 @@ from lnrewrite.models.program import Program
 from lnrewrite.pipeline import PRESETS, Pipeline
 from tiers import rows
 from zoo.designs import DESIGNS
+from zoo.published import ALL, PUBLISHED
 
+TABLE = Path(__file__).parents[1] / "docs" / "results" / "designs.md"
+INTRO = """# Exact passes on published designs
+
+What is seen of each design (the placements of its blocks, its norms by kind, the codes of what is told of it), what the
+preset `inference` does (edits, and the codes of what was refused; `lnrewrite explain CODE`), and which norms are left.
+`-`: nothing. Every result is within 1e-9 of the model, relative, in float64.
+
+```sh
+python -m pytest tests/test_designs.py -m exhaustive -n 0 --update-goldens
+```
+
+| design | placements | norms | told | inference | left |
+|---|---|---|---|---|---|
+"""
 RIGHT = 1e-9
 PLACES = [f"place{{to={to}}}" for to in ("pre", "post", "peri", "output", "none")]
 TEXTS = {name: text for name, (_, text) in PRESETS.items()} | {text: text for text in PLACES}
@@ -30,7 +51,7 @@ MADE = [
 
 @cache
 def captured(name: str) -> tuple[Program, tuple[torch.Tensor, ...]]:
-    module, inputs = DESIGNS[name].build()
+    module, inputs = ALL[name].build()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     with zoo.float64():
         return lnr.capture(module.double(), inputs), inputs
@@ -40,9 +61,9 @@ def noted(program: Program) -> list[Refusal]:
     return [r for r in program.network.refusals if r.code == "LN205"]
 
 
-@pytest.mark.parametrize("name", rows(DESIGNS, sample=SEEN))
+@pytest.mark.parametrize("name", rows(DESIGNS | PUBLISHED, sample=SEEN))
 def test_every_norm_is_reported_or_noted_where_it_is(name: str) -> None:
-    design, program = DESIGNS[name], captured(name)[0]
+    design, program = ALL[name], captured(name)[0]
     assert Counter(program.inspect()["norms"]["kinds"]) == design.norms
     assert len(noted(program)) == design.noted
     if design.blocks is None:
@@ -54,7 +75,7 @@ def test_every_norm_is_reported_or_noted_where_it_is(name: str) -> None:
         assert block.placement == placement or f"in block {block.name}," in said
 
 
-@pytest.mark.parametrize(("name", "text"), rows(product(DESIGNS, TEXTS), sample=MADE))
+@pytest.mark.parametrize(("name", "text"), rows(product(ALL, TEXTS), sample=MADE))
 def test_nothing_made_of_it_is_wrong(name: str, text: str) -> None:
     program, inputs = captured(name)
     with zoo.float64():
@@ -69,3 +90,38 @@ def test_nothing_made_of_it_is_wrong(name: str, text: str) -> None:
     assert said or all(f"to={b.placement}}}" in text for b in program.network.blocks)
     assert not [r for r in result.report.refusals if r.code == "LN404"]
     assert not noted(program) or [n for n in result.report.notes if "LN205" in n]
+
+
+@pytest.mark.parametrize("name", rows(ALL, sample=("Admin", "batch norm behind sums of tokens")))
+def test_the_table_says_what_is_seen_and_made_of_it(name: str, update_goldens: bool) -> None:
+    program, _ = captured(name)
+    with zoo.float64():
+        result = Pipeline.parse(TEXTS["inference"]).run(program, partial=True)
+    left, report = result.program, result.report
+    told, codes = ((r.code for r in rows) for rows in (program.network.refusals, report.refusals))
+    done = f"{report.edits or ''} {spelled(codes)}".strip()
+    seen = (zoo.spelled(zoo.placements(program.network)), kinds(program), spelled(told), done, kinds(left))
+    row = " | ".join((f"| {name}", *(cell or "-" for cell in seen))) + " |"
+    if update_goldens:
+        held = {line.split(" | ")[0][2:]: line for line in written()} | {name: row}
+        TABLE.write_text(INTRO + "".join(f"{held[n]}\n" for n in ALL if n in held))
+    assert row in written()
+
+
+def test_the_table_holds_every_design() -> None:
+    assert [line.split(" | ")[0][2:] for line in written()] == list(ALL)
+
+
+def written() -> list[str]:
+    """Return the rows of the table."""
+    return TABLE.read_text().removeprefix(INTRO).splitlines() if TABLE.exists() else []
+
+
+def kinds(program: Program) -> str:
+    """Return a program's norms by kind, as `rms*4 l2`."""
+    return spelled(Counter(program.inspect()["norms"]["kinds"]).elements())
+
+
+def spelled(names: Iterable[str]) -> str:
+    """Return names with their numbers."""
+    return " ".join(f"{name}*{times}" if times > 1 else name for name, times in sorted(Counter(names).items()))
