@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
+from lnrewrite.algebra.stored import STORED, affine, is_affine
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import (
     Block,
@@ -15,7 +14,6 @@ from lnrewrite.ir import (
     Exactness,
     FoldReader,
     Freeze,
-    Kind,
     Operation,
     Proposal,
     ScaleWriter,
@@ -73,13 +71,14 @@ class FoldBatchnorm(Pass):
         edits, refusals, vectors, folded = list[Edit](), list[Refusal](), Vectors(), set[Site]()
         for place in stream.located():
             name, block, site = place
-            if site.norm.kind not in {Kind.BATCH, Kind.POWER}:
+            if site.norm.kind not in STORED:
                 continue
-            if not (site.norm.variance or site.norm.computed) or site.norm.over:
+            if not is_affine(site):
                 why = "its statistics are not stored"
                 refusals.append(Refusal(Code.LN111, name, why, "capture the model in eval mode"))
                 continue
-            ways = list(_ways(site, block, stream, _affine(site, context, vectors)))
+            a, s = (vectors.add(values) for values in affine(site, context))
+            ways = list(_ways(site, block, stream, (a, s)))
             if isinstance(ways[0], Refusal):
                 refusals.append(ways[0].at(name))
             else:
@@ -91,17 +90,6 @@ class FoldBatchnorm(Pass):
             weights = tuple(Freeze(node) for node in context.network.computed)
             edits.append(Edit(stream.blocks[0].name, weights, note=f"{len(weights)} computed weights stored"))
         return Proposal(tuple(edits), refusals=tuple(refusals), vectors=vectors, otherwise="not a batch norm")
-
-
-def _affine(site: Site, context: Context, vectors: Vectors) -> tuple[Vector, Vector]:
-    """Return pointers to a and s."""
-    norm = site.norm
-    if norm.computed:
-        a, s = context.affine(site.origin[0], site.origin[-1])
-        return vectors.add(a), vectors.add(s)
-    mean = context.values(norm.mean).reshape(-1) if norm.mean else 0.0
-    a = context.gain(norm) / np.sqrt(context.values(str(norm.variance)).reshape(-1) + norm.eps)
-    return vectors.add(a), vectors.add((context.values(norm.beta).reshape(-1) if norm.beta else 0.0) - a * mean)
 
 
 def _ways(

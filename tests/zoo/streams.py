@@ -74,6 +74,8 @@ def _block(draw: Any, name: str, placement: Placement, group: int | None) -> Blo
     sites = []
     for where in wheres:
         norm = draw(norms(f"{name}.{where}"))
+        if where is Where.POST and draw(st.integers(0, 3)) == 0:
+            norm = replace(norm, kind=Kind.BATCH, over=None, mean=f"{name}.mean", variance=f"{name}.variance")
         taps = (f"{name}.tap",) if draw(st.integers(0, 7)) == 0 else ()
         inner = tuple(Linear(w.param, 1 - w.axis, w.bias) for w in writers)
         known = {Where.IN: readers, Where.INNER: inner}.get(where, ())
