@@ -170,7 +170,11 @@ def _put(stream: Stream, target: str, edit: SetNorm, norm: Norm | None) -> Strea
         raise ValueError(f"the stream has no block {target!r}")
     held = block.at(where, edit.index)
     if not (held or norm):
+        if where is Where.POST and block.parallel_group is not None:  # one norm, gone with the sum's other block
+            return stream
         raise ValueError(f"{target} has no {where} norm to remove")
+    if held and not norm and where is Where.POST and not stream.final and block in sums(stream)[-1]:
+        stream = replace(stream, readers=held.readers)  # they read the bare sum now
     site = _site(stream, block, where, norm, held)
     sites = [site if s is held else s for s in block.sites] if held else [*block.sites, site]
     kept = sorted((s for s in sites if s), key=lambda s: _FLOW.index(s.where))

@@ -160,11 +160,17 @@ def streams(draw: Any, placements: tuple[Placement, ...] = tuple(Placement)) -> 
     head = (Linear("wte.weight", 1, uses=2) if tied else Linear("head.weight", 1),)
     final = Site(Where.FINAL, draw(norms("ln_f")), head) if draw(st.booleans()) else None
     if final is None:  # the last trunk norm, where there is one, is what the head reads
-        sites = tuple(replace(s, readers=head) if s.where is Where.POST else s for s in blocks[-1].sites)
-        partners = [b for b in blocks if b.parallel_group is not None and b.parallel_group == blocks[-1].parallel_group]
-        for block in partners or blocks[-1:]:
+        last = blocks[-1]
+        partners = [b for b in blocks if b.parallel_group is not None and b.parallel_group == last.parallel_group]
+        behind = tuple(replace(r, exact=not last.scaled("trunk")) for r in head)
+        through = ("gelu",) if any(b.barrier(Side.CARRIED) for b in partners or [last]) else ()
+        trunk = tuple(
+            replace(s, readers=() if through else behind, taps=s.taps + through)
+            for s in last.sites
+            if s.where is Where.POST
+        )
+        for block in partners or [last]:
             kept = tuple(s for s in block.sites if s.where is not Where.POST)
-            trunk = tuple(s for s in sites if s.where is Where.POST)
             blocks[blocks.index(block)] = replace(block, sites=kept + trunk)
     embedding = Site(Where.EMBEDDING, draw(norms("ln_e"))) if draw(st.integers(0, 3)) == 0 else None
     seen = any(s.where is Where.POST and s.taps for b in blocks for s in b.sites)
