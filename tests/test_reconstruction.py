@@ -144,6 +144,30 @@ def test_a_trained_model_is_followed_more_nearly(to: str, share: float) -> None:
     assert gaps[1] <= share * gaps[0]
 
 
+class Columns(nn.Module):
+    """Look each column of whole numbers up in a table of its own, the second one shorter, and add blocks to that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, 16) for n in (50, 3))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = sum(table(ids[:, i]) for i, table in enumerate(self.tables))
+        for norm, branch in zip(self.norms, self.branches, strict=False):
+            x = x + branch(norm(x))
+        return self.norms[-1](x)
+
+
+def test_rows_that_cannot_be_cut_anew_are_taken_as_they_are() -> None:
+    torch.manual_seed(0)
+    batches = [{"ids": torch.stack([torch.randint(n, (64,)) for n in (50, 3)], 1)} for _ in range(5)]
+    program = lnr.capture(randomise(Columns()).eval(), kwargs=batches[0])
+    (row,) = (row for row in placed(program, "peri", batches).report.fitted if not row.blocks)
+    assert row.after < row.before
+
+
 def test_where_data_are_made_up_nothing_is_fitted_to_them() -> None:
     program, _ = zoo.captured("pre")
     report = lnr.Pipeline.parse("place{to=peri}").run(program).report

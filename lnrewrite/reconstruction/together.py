@@ -78,7 +78,9 @@ class Together:
         steps = max(min(STEPS, self.tokens // TOKENS), EPOCHS * len(fit))
         started = time.perf_counter()
         for step in range(steps):
-            loss = self._error(leaves, varied(fit[order(step, len(fit))], step))
+            loss = self._taught(leaves, fit[order(step, len(fit))], step)
+            if not math.isfinite(loss.item()):
+                continue
             slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
             for leaf, slope in zip(leaves.values(), slopes, strict=True):
                 leaf.grad = slope
@@ -91,6 +93,15 @@ class Together:
         found = {n: v.detach() for n, v in leaves.items()}
         after = self._mean(found, held)
         return Trained(found, before, after) if after < before else Trained({}, before, before)
+
+    def _taught(self, parameters: Mapping[str, Tensor], batch: Pair, step: int) -> Tensor:
+        """Return the error on a batch, varied unless that is no input: each place may have its own table."""
+        if (other := varied(batch, step)) is not batch:
+            try:
+                return self._error(parameters, other)
+            except (RuntimeError, IndexError):
+                pass
+        return self._error(parameters, batch)
 
     def _error(self, parameters: Mapping[str, Tensor], batch: Pair) -> Tensor:
         """Return how far the states are from the original's on one batch, the mean over sums."""
