@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import lnrewrite as lnr
 import zoo
 from commands import fails, ok
-from lnrewrite.runtime.generating import generate
+from lnrewrite.runtime.generating import _check, generate
 
 PROMPT = "the quick brown fox"
 
@@ -128,6 +129,51 @@ def test_operators_of_ours(
     here = importlib.util.find_spec("onnxruntime_genai") is not None
     for engine in ("session", "genai") if here else ("session",):
         assert list(generate(served, PROMPT, most=24, engine=engine).tokens) == wanted(model, 24)
+
+
+def _set(held: Any, where: str, value: object) -> None:
+    *way, last = where.split(".")
+    for key in way:
+        held = held.setdefault(key, {})
+    held[last] = value
+
+
+OPTIONS = "model.decoder.session_options"
+BAD = [
+    (f"{OPTIONS}.custom_ops_library", "evil.so", "LN017"),
+    (f"{OPTIONS}.custom_ops_library", "../evil.so", "LN017"),
+    (f"{OPTIONS}.provider_options", [{"qnn": {"backend_path": "evil"}}], "LN017"),
+    (f"{OPTIONS}.provider_options", [{"new": {"anything": "libevil.so.1"}}], "LN017"),
+    ("model.vision.session_options.custom_ops_library", "evil.so", "LN017"),
+    ("model.decoder.filename", "../model.onnx", "LN015"),
+    ("model.decoder.filename", "none.onnx", "LN015"),
+]
+
+
+@pytest.mark.parametrize(("where", "value", "code"), BAD)
+def test_genai_loads_no_code_that_a_folder_names(
+    served: Path, tmp_path: Path, where: str, value: Any, code: str
+) -> None:
+    """Its config may name libraries to load; only lnrewrite's own are, and nothing outside of the folder is read."""
+    held = json.loads((served / "genai_config.json").read_text())
+    folder = shutil.copytree(served, tmp_path / "served")
+    for library in (folder / "evil.so", tmp_path / "evil.so"):
+        library.write_bytes(b"code")
+    _check(folder)
+    _set(held, where, value)
+    (folder / "genai_config.json").write_text(json.dumps(held))
+    with pytest.raises(lnr.LnrewriteError) as caught:
+        _check(folder)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x", "eos_token_id": 1}', "[" * 99 + "]" * 99])
+def test_configs_that_cannot_be_read(served: Path, tmp_path: Path, text: str) -> None:
+    folder = shutil.copytree(served, tmp_path / "served")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(lnr.LnrewriteError) as caught:
+        generate(folder, PROMPT, most=2, engine="session")
+    assert caught.value.code == "LN015"
 
 
 def test_living_module(tmp_path: Path) -> None:

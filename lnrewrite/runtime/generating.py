@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,11 +14,16 @@ from typing import Any
 import numpy as np
 
 from ..errors import Code, LnrewriteError, UsageError, unknown
+from ..kernels.library import find
+from ..loading.foreign import Foreign, Json, read_file
+from ..loading.identify import damaged
 from ..loading.transformers import tokenizer_in
 from .sessions import session
 
 GENAI, MODEL = "genai_config.json", "model.onnx"
 ENGINES = ("auto", "genai", "session")
+LOADED = re.compile(r"librar|path|backend")
+"""Keys of genai's config under which files with code are named."""
 NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
 
 
@@ -45,8 +51,8 @@ def generate(
 
     engine: genai, session, or auto: genai where it is installed and the folder has its config. threads: of one
     operator; None leaves it to the engine. told: is given each piece of text when it is there. Raises LnrewriteError
-    LN013 for a folder without a model of that kind, LN018 for a package that lacks, UsageError LN003 for an unknown
-    engine.
+    LN013 for a folder without a model of that kind, LN017 where genai would load code for it, LN015 for a config that
+    cannot be read, LN018 for a package that lacks, UsageError LN003 for an unknown engine.
     """
     if engine not in ENGINES:
         unknown(Code.LN003, "engine", engine, ENGINES)
@@ -82,18 +88,52 @@ def generate(
     return Generated(text, tuple(found), len(ids), speed, engine)
 
 
+def _read(path: Path) -> Json:
+    """Return what a JSON file of the folder holds. Raises LnrewriteError LN015 where that is no object."""
+    try:
+        return read_file(path)
+    except Foreign as error:
+        raise damaged(str(path), str(error)) from error
+
+
 def _ends(folder: Path) -> set[int]:
     """Return the tokens that end a text."""
     for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            held = json.loads((folder / name).read_text()).get("eos_token_id")
-            if held is not None:
-                return set(held) if isinstance(held, list) else {held}
+        held = _read(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if held is not None:
+            return {end for end in (held if isinstance(held, list) else [held]) if isinstance(end, int)}
     return set()
 
 
+def _check(folder: Path) -> None:
+    """Raise LnrewriteError LN017 where genai would load code for a folder, LN015 where it would read elsewhere.
+
+    genai takes the names of libraries, for operators and providers, from its config. lnrewrite's own kernels are known,
+    byte for byte; a folder that names others has to be run by genai itself.
+    """
+    left: list[object] = [_read(folder / GENAI)]
+    while left:
+        each = left.pop()
+        left += each.values() if isinstance(each, dict) else each if isinstance(each, list) else []
+        for key, value in each.items() if isinstance(each, dict) else ():
+            if not isinstance(value, str):
+                continue
+            here, own = folder / Path(value).name, find()
+            plain = value == here.name and here.is_file() and not here.is_symlink()
+            if key == "custom_ops_library" and plain and own and own.read_bytes() == here.read_bytes():
+                continue
+            if LOADED.search(key) or re.search(r"\.(so|dll|dylib)\b", value):
+                remedy = "run it with --engine session, or, if you trust that file, with onnxruntime-genai itself"
+                raise LnrewriteError(
+                    Code.LN017, f"folder {str(folder)!r}", f"running it would load {value[:60]}", remedy
+                )
+            if key == "filename" and not plain:
+                raise damaged(str(folder), f"{GENAI} names {value[:60]!r}, which is no file of the folder")
+
+
 def _by_genai(folder: Path, ids: list[int], most: int, threads: int | None) -> Iterator[int]:
-    """Yield tokens that onnxruntime-genai chooses."""
+    """Yield tokens that onnxruntime-genai chooses. Raises LnrewriteError LN017 and LN015 as `_check`."""
+    _check(folder)
     import onnxruntime_genai as genai
 
     config = genai.Config(str(folder))
