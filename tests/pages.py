@@ -147,10 +147,20 @@ def check_shape(shown: Any, printed: Any, at: str = "") -> None:
     elif isinstance(shown, list):
         assert isinstance(printed, list) and printed, at
         for row in printed:
-            check_shape(shown[0], row, f"{at}[]")
+            faults = [_fault(each, row, f"{at}[]") for each in shown]
+            assert None in faults, faults[0]
     else:
         kinds = (int, float) if type(shown) in (int, float) else type(shown)
         assert isinstance(printed, kinds) and isinstance(shown, bool) is isinstance(printed, bool), f"{at}: {printed}"
+
+
+def _fault(shown: Any, printed: Any, at: str) -> AssertionError | None:
+    """Return how one row differs from one that the page shows."""
+    try:
+        check_shape(shown, printed, at)
+    except AssertionError as fault:
+        return fault
+    return None
 
 
 def check_json(block: Block) -> None:
