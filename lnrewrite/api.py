@@ -76,10 +76,8 @@ def load_to_export(source: Source, kv_cache: bool | None = None) -> Program | On
     Inputs that a user gives describe a call without one. Raises as `load`, LnrewriteError LN504.
     """
     check_device(source.how.device)
-    plain = source.how.inputs is not None or source.how.device != "cpu" or source.format is Format.ONNX
-    if kv_cache is False or (plain and not kv_cache):
-        return load_source(source)
-    if source.format is Format.ONNX:
+    described = source.how.inputs is not None or source.how.device != "cpu"
+    if source.format is Format.ONNX or kv_cache is False or (described and not kv_cache):
         return load_source(source)
     opened = open_module(source)
     if opened.module is None or not (kv_cache or generates(opened.module)):

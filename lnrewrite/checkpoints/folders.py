@@ -19,7 +19,7 @@ from ..backends.torch.capture import Capture, capture_module, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import CapturedModule, stored
-from ..backends.torch.widened import Read, Widened
+from ..backends.torch.widened import HALVES, Read, Widened
 from ..comparison.proving import Evidence, away, evidence
 from ..compat.torch import tensors_in
 from ..data.infer import given_inputs, infer_inputs
@@ -210,7 +210,7 @@ def _compare(source: Source, planned: object, found: object) -> None:
     leaves = [tensors_in(tree) for tree in (planned, found)]
     pairs = [(a.double(), b.double()) for a, b in zip(*leaves, strict=True) if a.is_floating_point() and a.numel()]
     worst = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
-    narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in leaves[0])
+    narrow = any(t.dtype in HALVES for t in leaves[0])
     if not worst <= (ROUNDED if narrow else EXACT):
         why = f"loaded again, its outputs are {worst:.1e} (relative) from what was planned"
         raise _not_as_planned(source, why)

@@ -13,12 +13,13 @@ from typing import Any
 from ..compat.transformers import config_of
 from ..files.landing import failing, land, room
 from ..files.output import CHECKPOINT, CONFIG, check_folder, check_replaceable
-from ..kernels.library import DOMAIN, find
+from ..kernels.library import find
 from ..loading.configs import read_config
 from ..models.decoder import Decoder
 from ..pipeline.report import Report
+from ..runtime.generating import GENAI, GENERATION, MODEL
+from ..runtime.sessions import holds_operators
 
-MODEL, GENAI, GENERATION = "model.onnx", "genai_config.json", "generation_config.json"
 OURS = (*CHECKPOINT, MODEL, f"{MODEL}.data", f"{MODEL}.1.data", GENAI, "lib*.so")
 """The names of the files of such a folder, which --force may replace."""
 TOKENIZER = (
@@ -63,7 +64,7 @@ def _carry(folder: Path, program: Decoder, source: Path | None) -> list[str]:
     for name in TOKENIZER:
         if source and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    library = find() if DOMAIN in (folder / MODEL).read_bytes().decode("latin-1") else None
+    library = find() if holds_operators(folder / MODEL) else None
     if library is not None:
         shutil.copyfile(library, folder / library.name)
     if len({*program.decoder.heads}) > 1:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import Code, UsageError, did_you_mean
+from ..reconstruction.schedule import share
 
 TRAINED = {
     "all": "everything",
@@ -99,9 +100,7 @@ class HealingConfig:
 
     def share(self, step: int, steps: int) -> float:
         """Return the share of the learning rate at a step of `steps`, counted from 0."""
-        warmup = min(self.warmup, max(1, steps // 10))
-        cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * step / steps))
-        return min(1.0, (step + 1) / max(1, warmup)) * cosine
+        return share(step, steps, min(self.warmup, max(1, steps // 10)))
 
 
 def _wrong(name: str, value: object, remedy: str) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from ..backends.running import Runnable
 from ..backends.torch.cached import CachedDecoder, Flat, cached
 from ..backends.torch.module import CapturedModule
+from ..backends.torch.widened import HALVES
 from ..comparison.generating import SAMPLE, generated
 from ..compat.transformers import config_of
 from ..pipeline.protocols import Batch
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from ..loading.transformers import Tokenizer
 
-HALVES = (torch.float16, torch.bfloat16)
 POSITIONS = 2048
 """How many positions a model knows whose config does not say it."""
 

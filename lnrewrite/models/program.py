@@ -20,6 +20,7 @@ from ..backends.torch.editor import FxEditor
 from ..backends.torch.fixed import fixed_paths
 from ..backends.torch.lift import lift
 from ..backends.torch.module import Called, CapturedModule, stored, with_plain_outputs
+from ..backends.torch.widened import is_narrow
 from ..comparison.proving import Evidence, away, evidence
 from ..detect.arithmetic import Floats
 from ..detect.graph import OpGraph
@@ -179,7 +180,7 @@ class Program(GraphModel[torch.Tensor]):
     @property
     def narrow(self) -> bool:
         """Return whether parameters are stored in fewer than 32 bits, so that edits are rounded."""
-        return any(p.dtype in (torch.float16, torch.bfloat16) for p in self._capture.module.parameters())
+        return is_narrow(self._capture.module)
 
     def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:
         """Carry edits out on a copy and return it with their number; `consume` uses this program up instead."""

@@ -20,11 +20,12 @@ from torch.func import functional_call
 
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.module import CapturedModule
-from ..backends.torch.widened import widened
+from ..backends.torch.widened import is_narrow, widened
 from ..layout import clock
 from ..pipeline.protocols import Batch
 from ..quiet import LOGGER
 from .goals import Measure
+from .schedule import share
 
 STEPS, TOKENS, EPOCHS = 256, 28, 4
 """A step is made for so many tokens, up to so many steps; but the data are gone through so often, at least."""
@@ -85,7 +86,7 @@ class Together:
             for leaf, slope in zip(leaves.values(), slopes, strict=True):
                 leaf.grad = slope
             for row in optimizer.param_groups:
-                row["lr"] = row["initial_lr"] * share(step, steps)
+                row["lr"] = row["initial_lr"] * share(step, steps, WARMUP)
             optimizer.step()
             if step % SAY == SAY - 1:
                 left = clock((time.perf_counter() - started) * (steps / (step + 1) - 1))
@@ -132,14 +133,15 @@ def states_of(module: CapturedModule, ends: Sequence[str]) -> States:
     graph.output(tuple(named[n] for n in ends))
     graph.eliminate_dead_code()
     runs: torch.nn.Module = fx.GraphModule(module, graph)
-    here, known = {id(p): n for n, p in runs.named_parameters()}, dict(module.named_parameters())
-    if narrow := any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):
+    here = {id(p): n for n, p in runs.named_parameters()}
+    names = {n: here[id(p)] for n, p in module.named_parameters() if id(p) in here}
+    if narrow := is_narrow(module):
         runs = widened(runs, torch.float32)
 
     def states(parameters: Mapping[str, Tensor], batch: Sequence[object]) -> list[Tensor]:
         given = [v.float() if narrow and isinstance(v, Tensor) and v.is_floating_point() else v for v in batch]
-        named = {here[id(known[n])]: p for n, p in parameters.items() if id(known[n]) in here}
-        return list(functional_call(runs, named, tuple(given)))
+        own = {names[n]: p for n, p in parameters.items() if n in names}
+        return list(functional_call(runs, own, tuple(given)))
 
     return states
 
@@ -182,8 +184,3 @@ def order(step: int, many: int) -> int:
     """Return the batch of a step: each once before any comes again, every time in another order."""
     draw = torch.Generator().manual_seed(step // many)
     return int(torch.randperm(many, generator=draw)[step % many])
-
-
-def share(step: int, steps: int) -> float:
-    """Return the share of the rate at a step: it rises, then falls as a cosine."""
-    return min(1.0, (step + 1) / WARMUP) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.parts import Parts
-from ..backends.torch.widened import widened
+from ..backends.torch.widened import is_narrow, widened
 from ..pipeline.protocols import Batch
 
 
@@ -27,7 +27,7 @@ class Walk:
         nodes = {n.name: n for n in module.graph.nodes}
         self.parts = Parts(module, module.graph, {nodes[n] for n in ends if nodes[n].op != "placeholder"})
         self.ends, self.index = frozenset(ends), 0
-        self.narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
+        self.narrow = is_narrow(module)
         taken = [cast(list[Tensor], flat_inputs(module, b)) for b in batches]  # numbers go through as they are
         self.values = [{n: self._wide(v) for n, v in zip(self.parts.inputs, given, strict=True)} for given in taken]
 

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import Code, LnrewriteError, UsageError, unknown
+from ..files.output import CONFIG
 from ..kernels.library import find
 from ..loading.foreign import Foreign, Json, read_file
 from ..loading.identify import damaged
 from ..loading.transformers import tokenizer_in
 from .sessions import session
 
-GENAI, MODEL = "genai_config.json", "model.onnx"
+GENAI, GENERATION, MODEL = "genai_config.json", "generation_config.json", "model.onnx"
 ENGINES = ("auto", "genai", "session")
 LOADED = re.compile(r"librar|path|backend")
 """Keys of genai's config under which files with code are named."""
@@ -98,7 +99,7 @@ def _read(path: Path) -> Json:
 
 def _ends(folder: Path) -> set[int]:
     """Return the tokens that end a text."""
-    for name in ("generation_config.json", "config.json"):
+    for name in (GENERATION, CONFIG):
         held = _read(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if held is not None:
             return {end for end in (held if isinstance(held, list) else [held]) if isinstance(end, int)}
@@ -111,14 +112,14 @@ def _check(folder: Path) -> None:
     genai takes the names of libraries, for operators and providers, from its config. lnrewrite's own kernels are known,
     byte for byte; a folder that names others has to be run by genai itself.
     """
-    left: list[object] = [_read(folder / GENAI)]
+    left, own = list[object]([_read(folder / GENAI)]), find()
     while left:
         each = left.pop()
         left += each.values() if isinstance(each, dict) else each if isinstance(each, list) else []
         for key, value in each.items() if isinstance(each, dict) else ():
             if not isinstance(value, str):
                 continue
-            here, own = folder / Path(value).name, find()
+            here = folder / Path(value).name
             plain = value == here.name and here.is_file() and not here.is_symlink()
             if key == "custom_ops_library" and plain and own and own.read_bytes() == here.read_bytes():
                 continue
@@ -128,7 +129,7 @@ def _check(folder: Path) -> None:
                     Code.LN017, f"folder {str(folder)!r}", f"running it would load {value[:60]}", remedy
                 )
             if key == "filename" and not plain:
-                raise damaged(str(folder), f"{GENAI} names {value[:60]!r}, which is no file of the folder")
+                raise damaged(str(folder), f"{GENAI} names {value[:60]!r}, which is not a file of the folder")
 
 
 def _by_genai(folder: Path, ids: list[int], most: int, threads: int | None) -> Iterator[int]:

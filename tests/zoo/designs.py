@@ -64,11 +64,11 @@ def _crms(n: Any, x: Tensor) -> Tensor:
     return x * torch.rsqrt((x.square().sum(-1, True) + x.sum(-1, True).square()) / (n.width + 1) + 1e-5)
 
 
-def _batch(width: int) -> nn.BatchNorm1d:
-    norm = nn.BatchNorm1d(width)
+def _batch(width: int, kind: type[nn.Module] = nn.BatchNorm1d) -> Any:
+    norm: Any = kind(width)
     with torch.no_grad():
-        norm.running_mean.normal_()  # type: ignore[union-attr]
-        norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
     return norm
 
 

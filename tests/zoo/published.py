@@ -119,19 +119,11 @@ class Before(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = (_maps_batch(WIDTH) for _ in range(2))
+        self.one, self.two = (_batch(WIDTH, nn.BatchNorm2d) for _ in range(2))
         self.up, self.down = (nn.Conv2d(WIDTH, WIDTH, 3, padding=1) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.relu(self.two(self.up(F.relu(self.one(x))))))
-
-
-def _maps_batch(width: int) -> nn.Module:
-    norm = nn.BatchNorm2d(width)
-    with torch.no_grad():
-        norm.running_mean.normal_()  # type: ignore[union-attr]
-        norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
-    return norm
 
 
 class Linearised(nn.Module):

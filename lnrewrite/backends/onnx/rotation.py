@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,17 +89,16 @@ class Bench:
         """Return whether a node depends on what the tokens are, not on where they stand alone."""
         return node in self._data
 
-    @property
+    @cached_property
     def _data(self) -> set[fx.Node]:
-        if not hasattr(self, "_found"):
-            self._found: set[fx.Node] = set()
-            for node in self.module.graph.nodes:
-                value = node.meta.get("val")
-                mine = node.op == "placeholder" and node is not self.positions
-                sized = not isinstance(value, Tensor) and not isinstance(value, (tuple, list))
-                if not sized and (mine or any(n in self._found for n in node.all_input_nodes)):
-                    self._found.add(node)
-        return self._found
+        found: set[fx.Node] = set()
+        for node in self.module.graph.nodes:
+            value = node.meta.get("val")
+            mine = node.op == "placeholder" and node is not self.positions
+            sized = not isinstance(value, Tensor) and not isinstance(value, (tuple, list))
+            if not sized and (mine or any(n in found for n in node.all_input_nodes)):
+                found.add(node)
+        return found
 
 
 def rotation(bench: Bench, end: fx.Node, most: int) -> Rotation | None:

@@ -21,7 +21,13 @@ from .module import CapturedModule
 
 Read = Callable[[str], torch.Tensor]
 CHUNK = 1 << 20
-LOW = (torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+LOW = (torch.float32, *HALVES)
+
+
+def is_narrow(module: nn.Module) -> bool:
+    """Return whether a module holds parameters in half precision."""
+    return any(p.dtype in HALVES for p in module.parameters())
 
 
 class Widened(fx.Interpreter):
