@@ -12,18 +12,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 from torch import nn
 
 import lnrewrite
 from commands import fails, ok, run
 from killing import Layer
 from lnrewrite import demo
+from lnrewrite.cli import console, main
 from lnrewrite.cli.tables import WIDTH, drawing, placement_map
 from lnrewrite.errors import Code
 from lnrewrite.pipeline import Pipeline
@@ -214,6 +217,40 @@ def test_passes_and_explain() -> None:
     for code in Code:
         assert max(map(len, ok("explain", code).stdout.splitlines())) <= WIDTH
     assert json.loads(ok("explain", "ln012", "--json").stdout)["code"] == "LN012"
+    listed = json.loads(ok("explain", "--json").stdout)["codes"]
+    assert [row["code"] for row in listed] == list(Code) and all(row["title"] for row in listed)
+    assert ok("explain").stdout.count("  LN") == len([code for code in Code if code.startswith("LN")])
+
+
+def test_doctor_and_version() -> None:
+    """What is installed is told, and of the target of this machine that it can be proved here."""
+    assert ok("--version").stdout == f"lnrewrite, version {lnrewrite.__version__}\n"
+    told = json.loads(ok("doctor", "--json").stdout)
+    assert told["versions"]["torch"] == version("torch") and told["targets"]["cpu"] == "export, prove, bench"
+    for text in (ok("--version", "-v").stdout, ok("doctor").stdout):
+        assert re.search(rf"^torch +{re.escape(version('torch'))}$", text, re.M)
+    fails("LN003", 2, "-v", "inspect", "model.pt2")
+
+
+def test_values_are_completed() -> None:
+    """What a shell asks for is answered: placements, presets, targets."""
+    for words, wanted in (
+        (["convert", "--to", "p"], {"pre", "post", "peri"}),
+        (["opt", "--preset", "in"], {"inference"}),
+        (["export", "--target", ""], {"cpu", "cuda", "tensorrt", "generic"}),
+        (["explain", "LN01"], {c for c in Code if c.startswith("LN01")}),
+    ):
+        found = ShellComplete(main, {}, "lnrewrite", "_X").get_completions(words[:-1], words[-1])
+        assert {item.value for item in found} == wanted
+
+
+def test_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long work says now and then what it is at, one line each; not with -q, nor beside a JSON object."""
+    monkeypatch.setattr(console, "EVERY", 0.0)
+    told = ok("inspect", "test_cli:shallow", "--input", "x=float32[2,3,4]")
+    assert "looking for residual streams\n" in told.stderr
+    for option in ("-q", "--json"):
+        assert ok("inspect", "test_cli:shallow", "--input", "x=float32[2,3,4]", option).stderr == ""
 
 
 def test_what_a_model_prints_stays_out_of_the_json() -> None:
@@ -225,9 +262,13 @@ def test_what_a_model_prints_stays_out_of_the_json() -> None:
 # ---- what goes wrong ----
 
 
+class Own(nn.Linear):
+    """A layer that torch does not have."""
+
+
 def test_models_that_are_none() -> None:
     Path("empty").mkdir()
-    torch.save(nn.Linear(2, 2), "module.pt")
+    torch.save(Own(2, 2), "module.pt")
     torch.save(nn.Linear(2, 2).state_dict(), "weights.pt")
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), "script.pt")
     Path("cut.pt").write_bytes(Path("weights.pt").read_bytes()[:-200])
@@ -235,7 +276,7 @@ def test_models_that_are_none() -> None:
     assert "did you mean near.pt2?" in fails("LN010", 1, "inspect", "neat.pt2")["remedy"]
     fails("LN011", 1, "inspect", "empty")
     fails("LN015", 1, "inspect", "cut.pt")
-    assert "torch.nn.modules.linear.Linear" in fails("LN012", 1, "inspect", "module.pt")["why"]
+    assert f"would run {__name__}.Own" in fails("LN012", 1, "inspect", "module.pt")["why"]
     fails("LN013", 1, "convert", "weights.pt", "--to", "peri", "-o", "out.pt2")
     fails("LN014", 1, "inspect", "script.pt")
     fails("LN010", 1, "verify", TINY, "missing.pt2")

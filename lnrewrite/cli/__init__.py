@@ -13,27 +13,46 @@ from .._version import __version__
 from ..errors import Code, Exit, LnrewriteError, Refusal, UsageError, unknown
 from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions
+from ..pipeline.presets import PRESETS
 from ..quiet import LOGGER
+from .about import doctor, versions, versions_told
 from .console import Group, show
 from .generate import generate
 from .heal import heal
-from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, options, target_of, tell_name
+from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, among, options, target_of, tell_name
 
 if TYPE_CHECKING:
     from ..pipeline.driver import Pipeline
 
 OPSET, THREADS, ROUNDS = click.IntRange(1, 1000), click.IntRange(1, 1024), click.IntRange(1, 100_000)
 PLACEMENTS = ("pre", "post", "peri", "output", "none")
+TARGETS, DTYPES = ("cpu", "cuda", "tensorrt", "generic"), ("fp32", "fp16", "bf16")
 
 
-@click.group("lnrewrite", cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="lnrewrite")
-def main() -> None:
+@click.group(
+    "lnrewrite",
+    cls=Group,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option("--version", is_flag=True, help="Show the version and exit; with -v those of the libraries too.")
+@click.option("-v", "--verbose", is_flag=True, hidden=True)
+@click.pass_context
+def main(context: click.Context, version: bool, verbose: bool) -> None:
     """See, move and fold the norms of trained networks.
 
     MODEL is a torch.export archive, an ONNX file, weights (safetensors, state dict) with --factory, a transformers
     checkpoint folder, pkg.module:callable, or demo:tinygpt.
     """
+    if version:
+        show(f"lnrewrite, version {__version__}")
+        if verbose:
+            show("\n".join(versions_told(versions())))
+        context.exit()
+    if verbose:
+        raise click.UsageError("-v stands behind a command, or with --version", context)
+    if context.invoked_subcommand is None:
+        show(context.get_help())
 
 
 @main.command()
@@ -64,15 +83,30 @@ def inspect(model: str, how: OpenOptions, screen: Screen) -> None:
 
 @main.command()
 @click.argument("model")
-@click.option("--to", "to", required=True, metavar="PLACEMENT", help="pre, post, peri, output or none.")
-@click.option("-o", "--output", required=True, metavar="OUT", help=OUT)
+@click.option(
+    "--to",
+    required=True,
+    metavar="PLACEMENT",
+    help="pre, post, peri, output or none.",
+    shell_complete=among(PLACEMENTS),
+)
+@click.option("-o", "--output", metavar="OUT", help=f"{OUT}  [default: NAME.PLACEMENT.pt2, here]")
+@click.option("--dry-run", is_flag=True, help="Say what would be done and write nothing.")
 @click.option("--norm", default="auto", show_default=True, help="Kind of inserted norms: auto, layer or rms.")
 @click.option("--blocks", metavar="SELECT", help="name-glob, 3, 0-5, first:25%, last:2, attention, mlp, joined by ';'.")
 @click.option("--fit", help="With DATA: reconstruct, which is the default, or constants alone.")
 @click.option("--keep-sizes", is_flag=True, help="Post to pre, exactly: keep what a norm divides by, for each token.")
 @options(model=True, writes=True)
 def convert(
-    model: str, to: str, output: str, norm: str, blocks: str | None, fit: str | None, keep_sizes: bool, **asked: Any
+    model: str,
+    to: str,
+    output: str | None,
+    dry_run: bool,
+    norm: str,
+    blocks: str | None,
+    fit: str | None,
+    keep_sizes: bool,
+    **asked: Any,
 ) -> int:
     """Change where the norms sit: MODEL with every (selected) block converted to one placement."""
     from ..pipeline.driver import Pipeline
@@ -87,13 +121,15 @@ def convert(
     if keep_sizes and fit:
         raise UsageError(Code.LN003, "--fit with --keep-sizes", "nothing is fitted where sizes are kept", "give one")
     text = placing(to, norm, selection, fit or "reconstruct", keep_sizes)
-    return _rewrite(model, Pipeline.parse(text), output, **asked)
+    return _rewrite(model, Pipeline.parse(text), output, dry_run, named=to, **asked)
 
 
 @main.command()
 @click.argument("model")
 @click.option("--passes", "text", metavar="PIPELINE", help="pass{option=value},pass,... (see `lnrewrite passes`).")
-@click.option("--preset", metavar="NAME", help="A named pipeline; runs as with --partial.")
+@click.option(
+    "--preset", metavar="NAME", help="A named pipeline; runs as with --partial.", shell_complete=among(PRESETS)
+)
 @click.option("-o", "--output", metavar="OUT", help=OUT)
 @click.option("--dry-run", is_flag=True, help="Say what would be done and write nothing.")
 @options(model=True, writes=True)
@@ -106,14 +142,16 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
     if output is None and not dry_run:
         raise click.UsageError("Give -o OUT, or --dry-run")
     pipeline = Pipeline.parse(text) if text is not None else Pipeline.preset(str(preset))
-    return _rewrite(model, pipeline, None if dry_run else output, lenient=preset is not None, **asked)
+    return _rewrite(model, pipeline, output, dry_run, lenient=preset is not None, **asked)
 
 
 @main.command()
 @click.argument("model")
 @click.option("-o", "--output", required=True, metavar="OUT", help="The .onnx file to write, or a folder of a decoder.")
-@click.option("--target", metavar="TARGET", required=True, help="cpu, cuda, tensorrt or generic.")
-@click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.")
+@click.option(
+    "--target", metavar="TARGET", required=True, help="cpu, cuda, tensorrt or generic.", shell_complete=among(TARGETS)
+)
+@click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.", shell_complete=among(DTYPES))
 @click.option("--opset", type=OPSET, metavar="N", help="The operator set; default 18, or the ONNX file's own.")
 @click.option("--optimize", metavar="MODE", help="auto or none: fuse the rest too; default auto for cpu, cuda.")
 @click.option("--fuse", default="ops", show_default=True, help="ops: what ONNX Runtime has; custom: lnrewrite's too.")
@@ -178,6 +216,7 @@ def verify(reference: str, candidate: str, tolerance: str | None, how: OpenOptio
 
 main.add_command(heal)
 main.add_command(generate)
+main.add_command(doctor)
 
 
 @main.command()
@@ -253,13 +292,20 @@ def passes(name: str | None, screen: Screen) -> None:
 
 
 @main.command()
-@click.argument("code")
+@click.argument("code", required=False, shell_complete=among(Code))
 @options()
-def explain(code: str, screen: Screen) -> None:
-    """Explain what a diagnostic code means and what to do about it."""
-    from ..codes import page
+def explain(code: str | None, screen: Screen) -> None:
+    """Explain what a diagnostic code means and what to do about it, or list the codes."""
+    from ..codes import GROUPS, page
     from .tables import paragraphs
 
+    if code is None:
+        titles = {str(each): page(each).title for each in Code}
+        rows = [{"code": name, "title": title} for name, title in titles.items()]
+        lines = {group: [f"  {n}  {t}" for n, t in titles.items() if n.startswith(group)] for group in GROUPS}
+        text = "\n\n".join("\n".join([GROUPS[group], *each]) for group, each in lines.items() if each)
+        screen.answer({"codes": rows}, lambda: text)
+        return
     found = page(code)
     screen.answer(asdict(found), lambda: paragraphs(str(found)))
 
@@ -268,6 +314,7 @@ def _rewrite(
     model: str,
     pipeline: Pipeline,
     output: str | None,
+    dry_run: bool,
     *,
     no_verify: bool,
     accept: bool,
@@ -277,11 +324,13 @@ def _rewrite(
     calibrate: str | None,
     force: bool,
     lenient: bool = False,
+    named: str = "result",
 ) -> int:
     """Run a pipeline on a model and write the result, the body of convert and opt; return the exit code."""
     from ..pipeline.job import Job
 
     source = identify(model, how)  # what is not there is told before torch is imported
+    output = None if dry_run else output or source.named_after(named)
     job = Job(pipeline, partial, lenient, not no_verify, accept, how.seed)
     with screen.working(f"opening {model}"):
         from ..api import rewrite_source

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -29,6 +31,10 @@ from ..quiet import LOGGER
 
 if TYPE_CHECKING:
     from rich.status import Status
+
+
+EVERY = 10.0
+"""Seconds between two lines of progress where stderr is no terminal, and before the first."""
 
 
 class Interrupted(LnrewriteError):
@@ -148,9 +154,11 @@ def show(text: str, end: str = "\n") -> None:
 
 
 class Terminal(logging.Handler):
-    """Show what is logged: warnings as lines on stderr, progress in the one line that `working` keeps, if it does."""
+    """Show what is logged on stderr: warnings as lines; progress in the one line of a terminal, or now and then."""
 
     status: Status | None = None
+    due = math.inf
+    """When the next line of progress is due where there is no terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show one record."""
@@ -161,14 +169,17 @@ class Terminal(logging.Handler):
             click.echo(text, err=True)
         elif record.levelno == logging.INFO and self.status:
             self.status.update(Text(text))
+        elif record.levelno == logging.INFO and time.monotonic() >= self.due:
+            click.echo(text, err=True)
+            self.due = time.monotonic() + EVERY
 
 
 TERMINAL = Terminal()
 
 
 @contextlib.contextmanager
-def working(quiet: bool, message: str) -> Iterator[None]:
-    """Show on a terminal's stderr what is going on, as it is logged; elsewhere stay silent.
+def working(quiet: bool, message: str, plain: bool = True) -> Iterator[None]:
+    """Show on stderr what is going on, as it is logged: on a terminal at once, elsewhere where it is `plain`, slowly.
 
     What a model's own code prints goes to stderr too: stdout is for the result. Library warnings are left out.
     """
@@ -177,6 +188,8 @@ def working(quiet: bool, message: str) -> Iterator[None]:
         warnings.simplefilter("ignore")
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         if quiet or not sys.stderr.isatty():
+            TERMINAL.due = time.monotonic() + EVERY if plain and not quiet else math.inf
+            stack.callback(setattr, TERMINAL, "due", math.inf)
             yield
             return
         from rich.console import Console

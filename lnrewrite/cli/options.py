@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +66,8 @@ class Screen:
             show(quiet)
 
     def working(self, message: str) -> AbstractContextManager[None]:
-        """Show progress on a terminal while something takes its time."""
-        return working(self.quiet, message)
+        """Show progress while something takes its time: in a line of a terminal, else now and then in a line."""
+        return working(self.quiet, message, plain=not self.as_json)
 
 
 def options(*, model: bool = False, writes: bool = False) -> Callable[[Any], Any]:
@@ -87,6 +87,11 @@ def options(*, model: bool = False, writes: bool = False) -> Callable[[Any], Any
         return run
 
     return add
+
+
+def among(values: Iterable[str]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Return what completes a value in a shell."""
+    return lambda context, parameter, begun: [str(v) for v in values if str(v).startswith(begun)]
 
 
 def target_of(output: str, force: bool, default: str = ".pt2") -> Path:

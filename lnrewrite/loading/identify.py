@@ -126,7 +126,7 @@ def _archive(model: str, stream: IO[bytes]) -> tuple[Format, tuple[str, ...]]:
         return Format.TORCHSCRIPT, ()
     if "data.pkl" in inner:
         unsafe = unsafe_names(stream)
-        return Format.PICKLE if unsafe else Format.STATE_DICT, unsafe
+        return Format.PICKLE if unsafe else Format.STATE_DICT, () if _known(unsafe) else unsafe
     if "serialized_exported_program.json" in inner:
         raise not_a_model(model, "it is a torch.export archive of torch before 2.8; load it there and save it again")
     if members and all(name.endswith(".npy") for name in members):
@@ -146,6 +146,13 @@ def _pickle(model: str, stream: IO[bytes], start: bytes) -> tuple[Format, tuple[
         runs = f" and would run {listed(unsafe)}" if unsafe else ""
         raise not_a_model(model, f"it is a Python pickle that torch.save did not write{runs}")
     return Format.PICKLE if unsafe else Format.STATE_DICT, unsafe
+
+
+def _known(names: Iterable[str]) -> bool:
+    """Return whether a pickle names nothing but torch's own layers, which are made without running it."""
+    from .layers import known
+
+    return set(names) <= set(known())
 
 
 def listed(names: Iterable[str], limit: int = 4) -> str:

@@ -228,20 +228,27 @@ def _read_pickle(source: Source) -> object:
 
     import torch
 
+    from .layers import NotPlain, read_layers
+
     try:
         if not source.unsafe:
-            with contextlib.suppress(pickle.UnpicklingError), warnings.catch_warnings(action="ignore"):
-                return _built(source, torch.load(source.file, map_location="cpu", weights_only=True))
-            if (
-                not source.how.trust_pickle
-            ):  # harmless names in a pickle that torch's restricted reader does not understand
-                why = "torch cannot read it without unpickling (another pickle protocol, or unusual content)"
+            why = "torch cannot read it without unpickling (another pickle protocol, or unusual content)"
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    return read_layers(source.file)
+            except NotPlain as error:
+                why = str(error)
+            except pickle.UnpicklingError:  # harmless names in a pickle that the restricted reader does not understand
+                pass
+            if not source.how.trust_pickle:
                 remedy = "save it with torch.save's default protocol, or trust the file with --trust-pickle"
                 raise LnrewriteError(Code.LN012, f"model {source.name!r}", why, remedy)
         _import_from_here()
         return torch.load(source.file, map_location="cpu", weights_only=False)
     except LnrewriteError:
         raise
+    except Damaged as error:
+        raise damaged(source.name, str(error)) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise damaged(source.name, f"torch.load failed with {told(error)}") from error
     except Exception as error:  # a pickle's own code may raise anything

@@ -84,6 +84,15 @@ class Source:
         assert self.path is not None, self
         return self.path
 
+    def named_after(self, what: str) -> str:
+        """Return the name, in the current folder, of what is made of this MODEL: `llama.peri`, `model.peri.pt2`."""
+        folder = self.format is Format.TRANSFORMERS
+        suffix = "" if folder else ".onnx" if self.format is Format.ONNX else ".pt2"
+        if self.path is None:
+            return f"{self.name.rpartition(':')[2]}.{what}{suffix}"
+        name = self.path.absolute().name if folder else self.path.stem
+        return f"{name}.{what}{suffix}"
+
     def check_trusted(self) -> None:
         """Raise Untrusted (LN012) where loading would run code that nobody trusted."""
         if self.unsafe and not self.how.trust_pickle:

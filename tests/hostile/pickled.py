@@ -12,6 +12,7 @@ def payloads(marker: str) -> dict[str, bytes]:
     short = b"\x8c\x02os\x8c\x05mkdir\x93"
     call = b"cposix\nmkdir\n(" + text + b"tR."
     word = b"\x8c" + bytes([9])
+    linear = b"ctorch.nn.modules.linear\nLinear\n"
     return {
         "a global": b"\x80\x02" + call,
         "a global of another name": b"\x80\x02cos\nmkdir\n(" + text + b"tR.",
@@ -26,6 +27,10 @@ def payloads(marker: str) -> dict[str, bytes]:
         "eval": b"\x80\x02c__builtin__\neval\n(X" + _text(f"__import__('os').mkdir({marker!r})") + b"tR.",
         "getattr": b"\x80\x02cbuiltins\ngetattr\n(cos\n__dict__\nX" + _text("mkdir") + b"tR.",
         "a bytearray of 2^36": b"\x80\x02c__builtin__\nbytearray\n(\x8a\x06\0\0\0\0\x10\0tR.",
+        "a layer called with sizes": b"\x80\x02" + linear + b"(J\0\x5a\x62\x02J\0\x5a\x62\x02tR.",
+        "a layer without attributes": b"\x80\x02" + linear + b")\x81.",
+        "a layer that a global builds": b"\x80\x02" + linear + b")\x81" + call + b"b.",
+        "a layer's own forward": b"\x80\x02" + linear + b")\x81}X" + _text("forward") + linear + b"sb.",
         "a second pickle": b"\x80\x02}." + b"\x80\x02" + call,
         "text protocol": b"(dp0\n." + b"\x80\x02" + call,
         "torch's own loader": b"\x80\x02ctorch.serialization\nload\n(" + text + b"tR.",
