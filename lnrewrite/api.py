@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from .backends.torch.cached import generates
+from .backends.torch.cached import generates, two_parts
 from .backends.torch.capture import Capture, capture_module, from_program
+from .backends.torch.served import no_cache
 from .compat.torch import pytree
 from .data.batches import reader_of
 from .data.infer import given_inputs, infer_inputs
@@ -35,6 +36,7 @@ from .pipeline.spec import placing
 from .quiet import LOGGER
 
 if TYPE_CHECKING:
+    from .models.decoder import EncoderDecoder
     from .models.onnx_program import OnnxProgram
 
 
@@ -65,27 +67,34 @@ def load_source(source: Source) -> Program | OnnxProgram:
         need_onnx(f"model {source.name!r}")
         from .models.onnx_program import OnnxProgram
 
-        return OnnxProgram.open(source.file, source.name, source.how.inputs, source.how.seed)
+        return OnnxProgram.open(source.graph, source.name, source.how.inputs, source.how.seed)
     return _loaded(source, open_module(source))
 
 
-def load_to_export(source: Source, kv_cache: bool | None = None) -> Program | OnnxProgram:
+def load_to_export(
+    source: Source, kv_cache: bool | None = None, folder: bool = False
+) -> Program | OnnxProgram | EncoderDecoder:
     """Open and capture what `identify` found as it is exported: a model that generates with its cache.
 
     kv_cache: None takes a cache where that can be, and says where not, True insists, False captures the model without.
-    Inputs that a user gives describe a call without one. Raises as `load`, LnrewriteError LN504.
+    folder: whether OUT is one, which may hold several parts. Inputs that a user gives describe a call without a cache.
+    Raises as `load`, LnrewriteError LN504.
     """
     check_device(source.how.device)
     described = source.how.inputs is not None or source.how.device != "cpu"
+    if kv_cache and source.format is Format.ONNX:
+        raise no_cache(source.name, "it is an ONNX file, whose inputs and outputs stay as they are", "omit kv_cache")
     if source.format is Format.ONNX or kv_cache is False or (described and not kv_cache):
         return load_source(source)
     opened = open_module(source)
     if opened.module is None or not (kv_cache or generates(opened.module)):
         return _loaded(source, opened)
     need_onnx(f"model {source.name!r}")
-    from .models.decoder import decoder
+    from .models.decoder import decoder, encoder_decoder
 
     try:
+        if folder and two_parts(opened.module):
+            return encoder_decoder(opened.module, opened.notes, format=opened.kind, consume=True)
         return decoder(opened.module, opened.notes, format=opened.kind, tokenizer=opened.tokenizer, consume=True)
     except LnrewriteError as error:
         if kv_cache or error.code != Code.LN504:
@@ -119,26 +128,48 @@ def export_model(
     A model that generates is written as it generates: input_ids [b, s], attention_mask [b, p + s], position_ids [b, s]
     where used, past_key_values.N.key/value [b, heads, p, size] -> logits, present.N.key/value. kv_cache: None does so
     where it can be done and says in the notes why not, True insists, False never. path: an .onnx file or, of such a
-    model, a name without suffix: a folder with configs, tokenizer and what onnxruntime-genai needs. how: target, dtype,
-    opset, optimize, fuse, verify as `Program.export` takes them. Raises as that, and LnrewriteError LN504 for a cache
-    that cannot be.
+    model, a name without suffix: a folder with configs, tokenizer and what onnxruntime-genai needs; of an encoder and
+    decoder a folder with encoder_model.onnx, decoder_model.onnx and decoder_with_past_model.onnx, as optimum-onnx loads
+    them. how: target, dtype, opset, optimize, fuse, verify as `Program.export` takes them. Raises as that, and
+    LnrewriteError LN504 for a cache that cannot be.
     """
+    folder = not Path(path).suffix
     if isinstance(model, nn.Module):
-        from .models.decoder import decoder
+        from .models.decoder import decoder, encoder_decoder
 
         need_onnx(type(model).__name__)
-        return export_program(decoder(model), path, None, force=force, **how)
+        made = encoder_decoder if folder and two_parts(model) else decoder
+        return export_program(made(model), path, None, force=force, **how)
     source = identify(model, OpenOptions(None, False, trust_remote_code, None, "cpu", 0))
-    return export_program(load_to_export(source, kv_cache), path, source.path, force=force, **how)
+    return export_source(source, path, kv_cache, force=force, **how)
+
+
+def export_source(
+    source: Source, path: str | os.PathLike[str], kv_cache: bool | None = None, accept: bool = True, **how: Any
+) -> Report:
+    """Export what `identify` found: see `export_model`. accept: a model that chooses its path by its data too."""
+    folder = not Path(path).suffix
+    if folder and source.graphs and not kv_cache:
+        from .checkpoints.graphs import export_graphs
+
+        return export_graphs(source, path, **how)
+    program = load_to_export(source, kv_cache, folder)
+    check_paths(source.name, program.fixed_paths, accept)
+    return export_program(program, path, source.path, **how)
 
 
 def export_program(
-    program: Program | OnnxProgram, path: str | os.PathLike[str], source: Path | None, *, force: bool, **how: Any
+    program: Program | OnnxProgram | EncoderDecoder,
+    path: str | os.PathLike[str],
+    source: Path | None,
+    *,
+    force: bool,
+    **how: Any,
 ) -> Report:
-    """Export a program to an .onnx file or, a decoder whose OUT has no suffix, into a folder; see `export_model`."""
-    from .models.decoder import Decoder
+    """Export a program to an .onnx file or, one that generates whose OUT has no suffix, into a folder."""
+    from .models.decoder import Decoder, EncoderDecoder
 
-    if isinstance(program, Decoder) and not Path(path).suffix:
+    if isinstance(program, EncoderDecoder) or isinstance(program, Decoder) and not Path(path).suffix:
         from .checkpoints.serving import export_folder
 
         return export_folder(program, path, source if source and source.is_dir() else None, force=force, **how)
@@ -229,7 +260,8 @@ def rewrite_source(
     force: bool,
 ) -> Report:
     """Do a job on what `identify` found, on the data `calibrate`, and write the result; see `rewrite_file`."""
-    folder = source.format is Format.TRANSFORMERS and output is not None and Path(output).suffix not in SUFFIXES
+    named = output is not None and Path(output).suffix not in SUFFIXES
+    folder = named and (source.format is Format.TRANSFORMERS or bool(source.graphs))
     target = None if output is None or folder else _target(source, os.fspath(output), force)
     if folder and (source.how.factory or source.how.device != "cpu"):
         why = "a folder is read on the CPU, by the class that its config names"
@@ -238,6 +270,10 @@ def rewrite_source(
     job = replace(job, read=read, data=data, accept_fixed_paths=job.accept_fixed_paths or output is None)
     if output is None or not folder:
         return _rewritten(source, job, target, force)
+    if source.graphs:
+        from .checkpoints.graphs import rewrite_graphs
+
+        return rewrite_graphs(source, job, output, force=force)
     from .checkpoints.folders import rewrite_folder
 
     LOGGER.info(f"reading {source.name}")

@@ -48,6 +48,7 @@ class Code(StrEnum):
     LN031 = "LN031"
     LN032 = "LN032"
     LN033 = "LN033"
+    LN034 = "LN034"
     LN039 = "LN039"
     LN101 = "LN101"
     LN102 = "LN102"

@@ -23,7 +23,7 @@ from lnrewrite.api import load_to_export
 from lnrewrite.backends.onnx.file import read
 from lnrewrite.backends.onnx.session import runnable
 from lnrewrite.backends.torch import cached
-from lnrewrite.comparison.generating import generated
+from lnrewrite.comparison.generating import Alone, generated
 from lnrewrite.compat import exporters
 from lnrewrite.export.writer import TOLERANCE
 from lnrewrite.loading.identify import identify
@@ -59,7 +59,7 @@ def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
     """64 tokens of three rounds are the model's, each attention and each norm is one operator, and sizes are free."""
     held, path = decoder(model_of(name)), tmp_path / "model.onnx"
     report = held.export(path, target=target, dtype=dtype)
-    found = generated(held.decoder, runnable(read(path, name)), TOLERANCE[dtype], 64, seed=3)
+    found = generated(Alone(held.part, runnable(read(path, name))), TOLERANCE[dtype], 64, seed=3)
     assert found.tokens > 64 * 3
     assert all(d.gap < TOLERANCE[dtype] / 10 for d in found.divergences), found
     made = counts(path)
@@ -67,7 +67,7 @@ def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
     norms = sum(count for op, count in made.items() if op.removeprefix("Skip") in NORMS)
     assert norms == len(held.detection.norms) == len(report.norms)
     graph = onnx.load(path).graph
-    heads, size = held.decoder.heads[0]
+    heads, size = held.part.heads[0]
     taken, given = dims(graph.input), dims(graph.output)
     assert taken["past_key_values.1.value"] == ["batch_size", heads, "past_sequence_length", size]
     assert given["present.0.key"] == ["batch_size", heads, "total_sequence_length", size]
@@ -167,8 +167,17 @@ def test_falls_back(tmp_path: Path) -> None:
     program = load_to_export(identify(tmp_path / "t5"))
     assert not isinstance(program, Decoder)
     assert any("exported without a cache: it has an encoder" in note for note in program.notes)
-    with pytest.raises(lnr.LnrewriteError, match="LN504"):
+    with pytest.raises(lnr.LnrewriteError, match="LN504.*name a folder"):
         load_to_export(identify(tmp_path / "t5"), True)
+
+
+def test_an_onnx_file_gets_no_cache(tmp_path: Path) -> None:
+    """A cache is not made for a graph that has none: who insists on one is told so, and nothing is written."""
+    model, inputs = zoo.build("gpt2", 1)
+    lnr.capture(model, kwargs=inputs).export(path := tmp_path / "plain.onnx")
+    with pytest.raises(lnr.LnrewriteError, match="LN504.*an ONNX file"):
+        lnr.export_model(path, tmp_path / "out.onnx", target="cpu", kv_cache=True)
+    assert not (tmp_path / "out.onnx").exists()
 
 
 def test_window() -> None:
@@ -206,7 +215,7 @@ def test_what_is_wrong_is_seen() -> None:
     held = decoder(model_of("llama"))
     for what, model in spoilt(held.to_onnx(contrib=True)):
         with pytest.raises(lnr.LnrewriteError, match="logits are") as refused:
-            generated(held.decoder, runnable(model), TOLERANCE["fp32"], 8)
+            generated(Alone(held.part, runnable(model)), TOLERANCE["fp32"], 8)
         assert refused.value.code == "LN403", what
 
 

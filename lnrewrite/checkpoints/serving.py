@@ -2,96 +2,112 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..backends.onnx.file import read
+from ..backends.onnx.session import runnable
+from ..backends.torch.crossed import ENCODER, FIRST, LATER
+from ..backends.torch.served import is_past
 from ..compat.transformers import config_of
-from ..files.landing import failing, land, room
-from ..files.output import CHECKPOINT, CONFIG, check_folder, check_replaceable
-from ..kernels.library import find
+from ..export.writer import TOLERANCE
+from ..files.output import CHECKPOINT, CONFIG, check_folder
 from ..loading.configs import read_config
-from ..models.decoder import Decoder
+from ..models.decoder import Decoder, EncoderDecoder
 from ..pipeline.report import Report
 from ..runtime.generating import GENAI, GENERATION, MODEL
-from ..runtime.sessions import holds_operators
+from .graphs import bring_kernels, together, write_json
+from .writing import whole
 
-OURS = (*CHECKPOINT, MODEL, f"{MODEL}.data", f"{MODEL}.1.data", GENAI, "lib*.so")
-"""The names of the files of such a folder, which --force may replace."""
-TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "source.spm", "target.spm",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "normalizer.json",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
+"""What a folder keeps of its checkpoint: how text, sound and pictures become numbers, and back."""
+FILES = [f"{name}.onnx" for name in ("model", ENCODER, FIRST, LATER)]
+OURS = (*CHECKPOINT, *BESIDE, *FILES, *(f"{n}{data}" for n in FILES for data in (".data", ".1.data")), GENAI, "lib*.so")
+"""The names of the files of such a folder, which --force may replace."""
 TYPE = "decoder"
 """What genai calls a model of which it need not know more than its inputs and outputs."""
 
 
 def export_folder(
-    program: Decoder, output: str | os.PathLike[str], source: Path | None, *, force: bool = False, **how: Any
+    program: Decoder | EncoderDecoder,
+    output: str | os.PathLike[str],
+    source: Path | None,
+    *,
+    force: bool = False,
+    **how: Any,
 ) -> Report:
-    """Export a decoder into a folder: see `lnrewrite.export.writer.export` for `how`. Whole or not at all.
+    """Export what generates into a folder: see `lnrewrite.export.writer.export` for `how`. Whole or not at all.
 
     source: the checkpoint folder that it was read from, whose configs and tokenizer are carried along; None for a
     living module, whose own configs are written. Raises LnrewriteError LN025, and as exporting does.
     """
     target = check_folder(output, source or Path(os.devnull), force, OURS)
-    with failing(target), room(target.absolute().parent) as place:
-        made = place / "whole"
-        made.mkdir()
-        report = program.export(made / MODEL, **how)
-        notes = _carry(made, program, source)
-        check_replaceable(target, source or made, OURS)
-        land(made, target, force=force)
+    notes = list[str]()
+    with whole(target, source or Path(os.devnull), force, OURS) as made:
+        if isinstance(program, Decoder):
+            report = program.export(made / MODEL, **how)
+            _carry(made, program.part.model, source)
+            notes += _for_genai(made, program)
+        else:
+            report = _each(made, program, **how)
+            _carry(made, next(iter(program.parts.values())).part.model, source)
+        bring_kernels(made)
     return replace(report, output=str(target), notes=(*report.notes, *notes))
 
 
-def _carry(folder: Path, program: Decoder, source: Path | None) -> list[str]:
-    """Write everything but the model into a folder; return notes."""
-    config, model = config_of(program.decoder.model), program.decoder.model
+def _each(folder: Path, program: EncoderDecoder, **how: Any) -> Report:
+    """Export every part, and generate with all of them. Raises LnrewriteError LN403 where the tokens part."""
+    reports = {name: part.export(folder / f"{name}.onnx", **how) for name, part in program.parts.items()}
+    notes: Sequence[str] = ()
+    if how.get("verify", True):
+        files = {name: runnable(read(folder / f"{name}.onnx", name)) for name in reports}
+        notes = program.tried(files, TOLERANCE[how.get("dtype", "fp32")])
+    return together(reports, (*program.notes, *notes))
+
+
+def _carry(folder: Path, model: Any, source: Path | None) -> None:
+    """Write configs, tokenizer and what else a model's checkpoint has beside its weights into a folder."""
+    config = config_of(model)
     assert config is not None
     held = read_config(source) if source else config.to_dict()
     held.pop("auto_map", None)  # no code is needed to run what was exported
-    _write(folder / CONFIG, held)
+    write_json(folder / CONFIG, held)
     generation: Any = getattr(model, "generation_config", None)
     if source and (source / GENERATION).is_file():
         shutil.copyfile(source / GENERATION, folder / GENERATION)
     elif generation is not None:
         generation.save_pretrained(folder)
-    for name in TOKENIZER:
+    for name in BESIDE:
         if source and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    library = find() if holds_operators(folder / MODEL) else None
-    if library is not None:
-        shutil.copyfile(library, folder / library.name)
-    if len({*program.decoder.heads}) > 1:
+
+
+def _for_genai(folder: Path, program: Decoder) -> list[str]:
+    """Write what onnxruntime-genai has to know of a decoder beside it; return notes."""
+    if len({*program.part.heads}) > 1:
         return [f"no {GENAI} was written: its layers keep keys and values of different sizes"]
-    _write(folder / GENAI, genai_config(program, held, generation, library.name if library else ""))
+    generation = getattr(program.part.model, "generation_config", None)
+    write_json(folder / GENAI, genai_config(program, read_config(folder), generation))
     return []
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, default=str) + "\n")
-
-
-def genai_config(program: Decoder, config: Mapping[str, Any], generation: Any, library: str = "") -> dict[str, Any]:
-    """Return what onnxruntime-genai has to know of an exported decoder. library: operators beside the model."""
-    decoder = program.decoder
+def genai_config(program: Decoder, config: Mapping[str, Any], generation: Any) -> dict[str, Any]:
+    """Return what onnxruntime-genai has to know of an exported decoder."""
+    decoder = program.part
     text = decoder.model.config.get_text_config()
     (heads, size), layers = decoder.heads[0], len(decoder.heads) // 2
     ids = {n: _token(n, generation, config) for n in ("bos_token_id", "eos_token_id", "pad_token_id")}
     first = ids["eos_token_id"][0] if isinstance(ids["eos_token_id"], list) else ids["eos_token_id"]
     ids = {**ids, "pad_token_id": first if ids["pad_token_id"] is None else ids["pad_token_id"]}
-    options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": []}
-    if library:
-        options["custom_ops_library"] = library
-    taken = [n for n in ("input_ids", "attention_mask", "position_ids") if n not in program.dropped]
-    if not decoder.positions:
-        taken = [n for n in taken if n != "position_ids"]
-    inputs = {n: n for n in taken}
+    inputs = {name: name for name in decoder.takes if name not in program.dropped and not is_past(name)}
     for side in ("key", "value"):
         inputs[f"past_{side}_names"] = f"past_key_values.%d.{side}"
     return {
@@ -99,7 +115,7 @@ def genai_config(program: Decoder, config: Mapping[str, Any], generation: Any, l
             **{name: value for name, value in ids.items() if value is not None},
             "context_length": program.positions,
             "decoder": {
-                "session_options": options,
+                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
                 "filename": MODEL,
                 "head_size": size,
                 "hidden_size": int(text.hidden_size),

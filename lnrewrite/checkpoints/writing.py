@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from torch import nn
 from ..backends.torch.lift import parameter_names
 from ..errors import Code, LnrewriteError
 from ..files.landing import failing, land, room
-from ..files.output import check_replaceable
+from ..files.output import CHECKPOINT, check_replaceable
 from ..live.saving import recorded
 from ..loading.configs import read_config
 from ..loading.foreign import Foreign, read_file
@@ -119,13 +119,13 @@ def check_room(target: Path, source: Path) -> None:
 
 
 @contextmanager
-def whole(target: Path, source: Path, force: bool) -> Iterator[Path]:
+def whole(target: Path, source: Path, force: bool, known: Sequence[str] = CHECKPOINT) -> Iterator[Path]:
     """Give a folder beside the target that takes its place when all went well, and is gone when not."""
     with failing(target), room(target.absolute().parent) as place:
         made = place / "whole"
         made.mkdir()
         yield made
-        check_replaceable(target, source)  # again: something may have been put there since
+        check_replaceable(target, source, known)  # again: something may have been put there since
         land(made, target, force=force)
 
 
@@ -149,14 +149,18 @@ def write_folder(folder: Path, source: Path, done: Done, pipeline: str) -> None:
         content = recorded(content, done.module, structural, pipeline)
         (folder / FILE).write_text(generate(content[KEY]))
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    carry(source, folder, lambda path: path.name.endswith(WEIGHTS))
+    _write_weights(folder, list(_shards(done)))
+
+
+def carry(source: Path, folder: Path, left: Callable[[Path], bool]) -> None:
+    """Copy what a folder holds into another, but what is hidden, `left`, or there already."""
     for path in sorted(p for p in source.rglob("*") if p.is_file()):
         name = path.relative_to(source)
         hidden = any(part.startswith(".") for part in name.parts)
-        if hidden or path.name.endswith(WEIGHTS) or str(name) == "config.json" or (folder / name).exists():
-            continue
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / name)
-    _write_weights(folder, list(_shards(done)))
+        if not (hidden or left(path) or (folder / name).exists()):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
 
 
 Shard = dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], Callable[[], Iterable[torch.Tensor]]]]

@@ -173,17 +173,16 @@ def export(
 ) -> None:
     """Write ONNX with the norm forms that a target runs best, and say why each was chosen."""
     source = identify(model, how)
-    folder = source.format is Format.TRANSFORMERS and not Path(output).suffix and not no_kv_cache
+    named = not Path(output).suffix
+    folder = named and (bool(source.graphs) or source.format is Format.TRANSFORMERS and not no_kv_cache)
     target = Path(output) if folder else target_of(output, force, default=".onnx")
     if not folder and target.suffix != ".onnx":
         raise UsageError(Code.LN025, output, "export writes ONNX files", "name an .onnx file")
     with screen.working(f"capturing {model}"):
-        from ..api import export_program, load_to_export
-        from ..pipeline.job import check_paths
+        from ..api import export_source
 
-        program = load_to_export(source, False if no_kv_cache else True if folder else None)
-        check_paths(model, program.fixed_paths, accept)
-        report = export_program(program, target, source.path, force=force, verify=not no_verify, **wanted)
+        cache = False if no_kv_cache or source.graphs else True if folder else None
+        report = export_source(source, target, cache, accept, force=force, verify=not no_verify, **wanted)
     if no_verify:
         LOGGER.warning(f"warning: {target} was not verified: nothing shows that it computes what {model} does")
     screen.answer(report.to_dict(), lambda: str(report), "")

@@ -1,14 +1,16 @@
-"""Prove a decoder that was written by what it is for: it generates the tokens that the model generates.
+"""Prove what was written of a model by what it is for: it generates the tokens that the model generates.
 
 The model generates greedily, with its own cache, as transformers does it. What was written is given the same tokens,
 one call after the other with the cache that it gives itself, so that an error of one step is not taken for one of the
 next; as long as both choose alike, that is how it generates alone. Three rounds: a short prompt, a batch of which a row
-is padded on the left, and several tokens more after what was generated, for one row.
+is padded (a decoder's prompt on the left, an encoder's source on the right), and several tokens more after what was
+generated, for one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..backends.running import Runnable
-from ..backends.torch.cached import PAST, PRESENT, CachedDecoder, Flat
 from ..backends.torch.capture import evaluating, quiet
+from ..backends.torch.crossed import ENCODER, FIRST, HIDDEN, LATER, MASK, STATES
+from ..backends.torch.served import Flat, Part, going_round, is_past, sized, sizes_of
 from ..errors import Code, LnrewriteError
 
 SAMPLE = 8
@@ -56,8 +59,91 @@ class Generation:
         ]
 
 
-def generated(decoder: CachedDecoder, candidate: Runnable, bound: float, count: int, seed: int = 0) -> Generation:
-    """Generate with a decoder and with what was written of it, and compare logits and choices.
+@dataclass(frozen=True, eq=False)
+class Speaker(ABC):
+    """Generate with a model, and with what was written of it. part: what gives logits."""
+
+    part: Part
+
+    @abstractmethod
+    def prompt(self, batch: int, length: int, padding: int, draw: torch.Generator) -> tuple[Tensor, Flat]:
+        """Make up tokens to begin with, and what else `generate` is called with; the last row is padded."""
+
+    @abstractmethod
+    def greedy(self, ids: Tensor, given: Flat, count: int) -> tuple[Tensor, list[Tensor]]:
+        """Return prompts with `count` tokens more, as the model generates them, and the logits of each step."""
+
+    @abstractmethod
+    def steps(self, tokens: Tensor, given: Flat, calls: list[int]) -> Iterator[Tensor]:
+        """Yield the last logits [batch, vocabulary] of each call of what was written, a number of tokens each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Alone(Speaker):
+    """Generate with a decoder, and with one file."""
+
+    candidate: Runnable
+
+    def prompt(self, batch: int, length: int, padding: int, draw: torch.Generator) -> tuple[Tensor, Flat]:
+        """Make up tokens, the last row padded on the left."""
+        mask = torch.ones(batch, length, dtype=torch.int64)
+        mask[-1, :padding] = 0
+        return torch.randint(0, self.part.vocabulary, (batch, length), generator=draw), {"attention_mask": mask}
+
+    def greedy(self, ids: Tensor, given: Flat, count: int) -> tuple[Tensor, list[Tensor]]:
+        """Generate from prompts, which may be longer than their mask."""
+        return _greedy(self.part.model, count, input_ids=ids, attention_mask=_longer(given["attention_mask"], ids))
+
+    def steps(self, tokens: Tensor, given: Flat, calls: list[int]) -> Iterator[Tensor]:
+        """Call the file with the tokens, its cache empty at first."""
+        mask = _longer(given["attention_mask"], tokens)
+        places, empty = (mask.cumsum(1) - 1).clamp(min=0), sizes_of(len(tokens), 0)
+        held = {
+            n: torch.zeros(sized(a, empty), dtype=self.part.dtype) for n, a in self.part.takes.items() if is_past(n)
+        }
+        for start, end in _pieces(calls):
+            beside = {"attention_mask": mask[:, :end], "position_ids": places[:, start:end]}
+            out = _called(self.candidate, {"input_ids": tokens[:, start:end], **beside, **held})
+            held = going_round(out)
+            yield out["logits"][:, -1].double()
+
+
+@dataclass(frozen=True, eq=False)
+class Across(Speaker):
+    """Generate with an encoder and its decoder, and with a file of each part, by name."""
+
+    encoder: Part
+    files: Mapping[str, Runnable]
+
+    def prompt(self, batch: int, length: int, padding: int, draw: torch.Generator) -> tuple[Tensor, Flat]:
+        """Make up a source, the last row padded on the right, and tokens for the decoder that begin alike."""
+        seed = int(torch.randint(0, 1 << 30, (), generator=draw))
+        source = self.encoder.inputs(sizes_of(batch, 1, 0, 2 * length), seed)
+        if padding and "attention_mask" in source:
+            source["attention_mask"][-1, -padding:] = 0
+        ids = torch.randint(0, self.part.vocabulary, (batch, length), generator=draw)
+        ids[:, 0] = 1
+        return ids, source
+
+    def greedy(self, ids: Tensor, given: Flat, count: int) -> tuple[Tensor, list[Tensor]]:
+        """Generate from a source and what the decoder begins with."""
+        return _greedy(self.part.model, count, **given, decoder_input_ids=ids, decoder_start_token_id=int(ids[0, 0]))
+
+    def steps(self, tokens: Tensor, given: Flat, calls: list[int]) -> Iterator[Tensor]:
+        """Call the encoder once, the decoder with its states, and then with its cache."""
+        beside = {STATES: _called(self.files[ENCODER], given)[HIDDEN]}
+        if "attention_mask" in given:
+            beside[MASK] = given["attention_mask"]
+        held: Flat = {}
+        for start, end in _pieces(calls):
+            file = self.files[LATER if held else FIRST]
+            out = _called(file, {"input_ids": tokens[:, start:end], **beside, **held})
+            held |= going_round(out)
+            yield out["logits"][:, -1].double()
+
+
+def generated(speaker: Speaker, bound: float, count: int, seed: int = 0) -> Generation:
+    """Generate with a model and with what was written of it, and compare logits and choices.
 
     count: the tokens of each round. Raises LnrewriteError LN403 where a logit is further off than `bound`, relative to
     the largest; two tokens whose logits are nearer than that may be chosen differently, and are reported.
@@ -65,62 +151,49 @@ def generated(decoder: CachedDecoder, candidate: Runnable, bound: float, count: 
     found = Generation()
     draw = torch.Generator().manual_seed(seed)
     for name, batch, length, padding, more in (("a short prompt", 1, 3, 0, 4), ("a padded batch", 2, 7, 3, 0)):
-        ids = torch.randint(0, decoder.vocabulary, (batch, length), generator=draw)
-        mask = torch.ones(batch, length, dtype=torch.int64)
-        mask[-1, :padding] = 0
-        tokens, steps = greedy(decoder, ids, mask, count)
-        _round(found, name, steps, list(_steps(candidate, decoder, tokens, mask, [length, *[1] * (count - 1)])), bound)
+        ids, given = speaker.prompt(batch, length, padding, draw)
+        tokens, steps = speaker.greedy(ids, given, count)
+        _round(found, name, steps, list(speaker.steps(tokens, given, [length, *[1] * (count - 1)])), bound)
         if more:  # the cache of what was generated, then a piece of text, then the tokens after it
-            ids = torch.cat([tokens, torch.randint(0, decoder.vocabulary, (batch, more), generator=draw)], 1)
-            mask = torch.ones_like(ids)
+            ids = torch.cat([tokens, torch.randint(0, speaker.part.vocabulary, (batch, more), generator=draw)], 1)
             few = max(count // 2, 2)
-            tokens, steps = greedy(decoder, ids, mask, few)
+            tokens, steps = speaker.greedy(ids, given, few)
             calls = [length + count - 1, 1 + more, *[1] * (few - 1)]
-            _round(found, "a continuation", steps, list(_steps(candidate, decoder, tokens, mask, calls))[1:], bound)
+            _round(found, "a continuation", steps, list(speaker.steps(tokens, given, calls))[1:], bound)
     return found
 
 
-def greedy(decoder: CachedDecoder, ids: Tensor, mask: Tensor, count: int) -> tuple[Tensor, list[Tensor]]:
-    """Return prompts with `count` tokens more, by transformers' own generate, and the logits of each step."""
-    model: Any = decoder.model
+def _greedy(model: Any, count: int, **call: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return prompts with `count` tokens more, by transformers' own loop, and the logits of each step."""
+    from transformers import GenerationMixin
+
     with torch.no_grad(), evaluating(model), quiet():
-        out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            num_beams=1, repetition_penalty=1.0, pad_token_id=0, use_cache=True, return_dict_in_generate=True,
-            output_logits=True,
+        out: Any = GenerationMixin.generate(
+            model, **call, max_new_tokens=count, min_new_tokens=count, do_sample=False, num_beams=1,
+            repetition_penalty=1.0, pad_token_id=0, use_cache=True, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
     return out.sequences, [logits.double() for logits in out.logits]
 
 
-def _steps(
-    candidate: Runnable, decoder: CachedDecoder, tokens: Tensor, mask: Tensor, calls: list[int]
-) -> Iterator[Tensor]:
-    """Yield the last logits [batch, vocabulary] of each call, a number of tokens each, with the cache of the last."""
-    batch = len(tokens)
-    mask = torch.cat([mask, mask.new_ones(batch, tokens.shape[1] - mask.shape[1])], 1)
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    held: Flat = {
-        f"{PAST}.{n}": torch.zeros(batch, h, 0, d, dtype=decoder.dtype)
-        for n, (h, d) in zip(decoder.cache, decoder.heads, strict=True)
-    }
+def _longer(mask: Tensor, ids: Tensor) -> Tensor:
+    """Return a mask [batch, some] that shows all the further tokens of `ids` [batch, all]."""
+    return torch.cat([mask, mask.new_ones(len(mask), ids.shape[1] - mask.shape[1])], 1)
+
+
+def _pieces(calls: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield where each call's tokens start and end."""
     start = 0
     for new in calls:
-        end = start + new
-        call = {
-            "input_ids": tokens[:, start:end],
-            "attention_mask": mask[:, :end],
-            "position_ids": places[:, start:end],
-        }
-        out = candidate.call({n: t for n, t in {**call, **held}.items() if takes(candidate, n)})
-        assert isinstance(out, dict)
-        held = {f"{PAST}.{n}": out[f"{PRESENT}.{n}"] for n in decoder.cache}
-        yield out["logits"][:, -1].double()
-        start = end
+        yield start, start + new
+        start += new
 
 
-def takes(candidate: Runnable, name: str) -> bool:
-    """Return whether a model takes an input of this name."""
-    return name in getattr(candidate, "inputs", (name,))
+def _called(candidate: Runnable, call: Flat) -> Flat:
+    """Call what was written with as much as it takes."""
+    taken = getattr(candidate, "inputs", call)
+    out = candidate.call({name: tensor for name, tensor in call.items() if name in taken})
+    assert isinstance(out, dict)
+    return out
 
 
 def _round(found: Generation, name: str, wanted: list[Tensor], given: list[Tensor], bound: float) -> None:

@@ -16,6 +16,8 @@ from .landing import TAKEN, failing
 SUFFIXES = (".pt2", ".onnx")
 
 CONFIG = "config.json"
+MARKS = (CONFIG, "genai_config.json")
+"""A folder that holds one of these is a model's."""
 CHECKPOINT = (
     CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin",
     "pytorch_model.bin.index.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
@@ -105,7 +107,7 @@ def check_replaceable(target: Path, source: Path, known: Sequence[str] = CHECKPO
         return
     with failing(target):
         foreign = list(islice(_foreign(target, source, known), 4))
-        if not foreign and any(target.iterdir()) and not (target / CONFIG).is_file():
+        if not foreign and any(target.iterdir()) and not any((target / name).is_file() for name in MARKS):
             foreign = sorted(os.listdir(target))[:4]
     if foreign:
         named = ", ".join(foreign[:3]) + (" and more" if len(foreign) > 3 else "")

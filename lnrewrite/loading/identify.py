@@ -42,6 +42,8 @@ def identify(model: str | os.PathLike[str], how: OpenOptions | None = None) -> S
     try:
         if path.is_dir():
             stamp = stamp_of(path)
+            if graphs := _graphs(model, path):
+                return Source(Format.ONNX, model, path, (), how, stamp, graphs)
             return Source(Format.TRANSFORMERS, model, path, _folder(model, path), how, stamp)
         if path.is_file():
             stamp = stamp_of(path)
@@ -198,23 +200,36 @@ def _varint(stream: IO[bytes]) -> int | None:
     return None
 
 
+def _graphs(model: str, folder: Path) -> tuple[Path, ...]:
+    """Return the ONNX files of a folder that holds no other weights, all of it inside."""
+    found = tuple(sorted(folder.glob("*.onnx")))
+    if not found or any(path for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind)):
+        return ()
+    _check_inside(model, folder)
+    for path in found:
+        with path.open("rb") as stream:
+            if _file(str(path), path, stream)[0] is not Format.ONNX:
+                raise damaged(model, f"{path.name} is no ONNX file")
+    return found
+
+
 def _folder(model: str, folder: Path) -> tuple[str, ...]:
     """Check that a folder is a transformers checkpoint, all of it inside; return what loading it would run."""
     config = folder / "config.json"
     if not config.is_file():
-        raise not_a_model(model, "the folder has no config.json, so it is not a transformers checkpoint")
-    roots = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":  # the hub's cache links a snapshot's files into its own blobs
-        roots.append(folder.resolve().parent.parent / "blobs")
-    _check_inside(model, folder, roots)
+        raise not_a_model(model, "the folder has no config.json and no ONNX files, so it is no checkpoint")
+    _check_inside(model, folder)
     content = read_config(folder)
     if not {"model_type", "architectures", "auto_map"} & set(content):
         raise not_a_model(model, "its config.json names no model_type, so it is not a transformers checkpoint")
     return _folder_pickles(folder)
 
 
-def _check_inside(model: str, folder: Path, roots: list[Path]) -> None:
+def _check_inside(model: str, folder: Path) -> None:
     """Raise LN028 for what leads out of the folder, or is a pipe in it; LN015 for a missing shard of its index."""
+    roots = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":  # the hub's cache links a snapshot's files into its own blobs
+        roots.append(folder.resolve().parent.parent / "blobs")
     shards = []
     for index in folder.glob("*.index.json"):
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Untrusted
+from ..errors import Code, LnrewriteError, Untrusted
 
 Factory = str | Callable[[], object]
 
@@ -67,7 +67,8 @@ class Source:
     """Describe what a MODEL is: its format, its path (None where it is a name), and what loading it would run.
 
     `name` is the MODEL as it was given; `unsafe` holds the `module.name`s and other hazards that only --trust-pickle
-    allows, empty for plain weights; `how` says how it may be opened; `stamp` is of the file as it was looked at.
+    allows, empty for plain weights; `how` says how it may be opened; `stamp` is of the file as it was looked at;
+    `graphs` are the ONNX files of a folder of such.
     `identify` makes one.
     """
 
@@ -77,6 +78,16 @@ class Source:
     unsafe: tuple[str, ...] = ()
     how: OpenOptions = OpenOptions()
     stamp: Stamp = ()
+    graphs: tuple[Path, ...] = ()
+
+    @property
+    def graph(self) -> Path:
+        """Return the one ONNX file that this is. Raises LnrewriteError LN034 for a folder of several."""
+        if len(self.graphs) > 1:
+            names = ", ".join(path.name for path in self.graphs)
+            remedy = f"name one of them, such as {self.graphs[0]}"
+            raise LnrewriteError(Code.LN034, f"model {self.name!r}", f"it holds several graphs: {names}", remedy)
+        return self.graphs[0] if self.graphs else self.file
 
     @property
     def file(self) -> Path:

@@ -1,20 +1,24 @@
-"""A decoder of transformers with its cache: a captured model that is exported as it generates."""
+"""Models of transformers in the parts that are served: captured programs that are exported as they generate."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from ..backends.running import Runnable
-from ..backends.torch.cached import CachedDecoder, Flat, cached
+from ..backends.torch.cached import CachedDecoder, cached
+from ..backends.torch.crossed import ENCODER, LATER, crossed
 from ..backends.torch.module import CapturedModule
+from ..backends.torch.served import Flat, Part
 from ..backends.torch.widened import HALVES
-from ..comparison.generating import SAMPLE, generated
+from ..comparison.generating import SAMPLE, Across, Alone, generated
 from ..compat.transformers import config_of
+from ..data.infer import infer_inputs
 from ..pipeline.protocols import Batch
 from .program import Program, check_finite
 
@@ -27,54 +31,87 @@ POSITIONS = 2048
 """How many positions a model knows whose config does not say it."""
 
 
-class Decoder(Program):
-    """Hold a captured decoder that takes and gives its cache. It is run, where it judges, as the module it was."""
+class Served(Program):
+    """Hold a captured part of a model. It is run, where it judges, as the module it was."""
 
     def __init__(
-        self, decoder: CachedDecoder, notes: Sequence[str] = (), *, format: str, tokenizer: Tokenizer | None = None
+        self, part: Part, notes: Sequence[str] = (), *, format: str, tokenizer: Tokenizer | None = None
     ) -> None:
-        super().__init__(decoder.capture(), format=format, tokenizer=tokenizer)
-        self.decoder, self.told = decoder, tuple(notes)
+        super().__init__(part.capture(), format=format, tokenizer=tokenizer)
+        self.part, self.told = part, tuple(notes)
         self.dropped: set[str] = set()  # inputs that what was exported last does not take
-        self.shares = False  # whether its cache may be longer than what it holds
 
     def call(self, batch: Batch) -> Flat:
         """Return what the model itself gives for a call by flat names."""
         assert isinstance(batch, Mapping)
-        return self.decoder(batch)
+        return self.part(batch)
 
     def trials(self, seed: int) -> Sequence[Batch]:
-        """Return calls of the three kinds: two prompts, one token more for two, several more for one."""
-        calls = [self.decoder.inputs(*sizes, seed) for sizes in ((2, 5, 0), (2, 1, 4), (1, 3, 4))]
+        """Return calls of each kind, with what the exported part takes."""
+        calls = self.part.trials(seed)
         return [{name: tensor for name, tensor in call.items() if name not in self.dropped} for call in calls]
+
+    def to_onnx(self, opset: int | None = None, *, contrib: bool = False) -> ir.Model:
+        """Return the model in ONNX, with attention over the cache as ONNX Runtime has it where `contrib` allows."""
+        from ..backends.onnx.export import OPSET, to_onnx
+        from ..backends.onnx.interface import name_part
+        from ..backends.onnx.packing import pack_heads, turn_weights
+
+        c, found = self._capture, self.detection
+        prepare = self.prepare if contrib else None
+        model = to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
+        self.dropped = name_part(model, self.part)
+        turn_weights(model)
+        pack_heads(model)
+        return model
+
+    def prepare(self, module: CapturedModule) -> None:
+        """Write what ONNX Runtime has operators for as it has them, in a copy that is translated."""
+
+
+class Decoder(Served):
+    """Hold a captured decoder that takes and gives its cache."""
+
+    part: CachedDecoder
+    shares = False
+    """Whether the cache of what was exported last may be longer than what it holds."""
 
     def tried(self, candidate: Runnable, bound: float) -> Sequence[str]:
         """Generate with what was written beside the model: a padded batch, and a continuation of one row."""
-        return generated(self.decoder, candidate, bound, SAMPLE).notes()
+        return generated(Alone(self.part, candidate), bound, SAMPLE).notes()
 
     @property
     def positions(self) -> int:
         """Return how many positions the model knows."""
-        config = config_of(self.decoder.model)
+        config = config_of(self.part.model)
         return int(getattr(config.get_text_config(), "max_position_embeddings", POSITIONS) if config else POSITIONS)
 
-    def to_onnx(self, opset: int | None = None, *, contrib: bool = False) -> ir.Model:
-        """Return the model in ONNX, with attention over the cache as ONNX Runtime has it where `contrib` allows."""
+    def prepare(self, module: CapturedModule) -> None:
+        """Write attention over the cache as ONNX Runtime's operator for it."""
         from ..backends.onnx.caching import group
-        from ..backends.onnx.export import OPSET, to_onnx
-        from ..backends.onnx.interface import name_cache
-        from ..backends.onnx.packing import pack_heads, turn_weights
 
-        c, found = self._capture, self.detection
+        self.shares = group(module, self.positions)
 
-        def prepare(module: CapturedModule) -> None:
-            self.shares = contrib and group(module, self.positions)
 
-        model = to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
-        self.dropped = name_cache(model, self.decoder.cache)
-        turn_weights(model)
-        pack_heads(model)
-        return model
+@dataclass(frozen=True, eq=False)
+class EncoderDecoder:
+    """Hold an encoder and its decoder as the parts that are served, by the names of their files."""
+
+    parts: Mapping[str, Served]
+    notes: tuple[str, ...]
+
+    @property
+    def fixed_paths(self) -> tuple[str, ...]:
+        """Return what the captures fixed that the model chooses by its data."""
+        return tuple(dict.fromkeys(path for part in self.parts.values() for path in part.fixed_paths))
+
+    def tried(self, files: Mapping[str, Runnable], bound: float) -> Sequence[str]:
+        """Generate with what was written of all parts beside the model."""
+        return generated(self.beside(files), bound, SAMPLE).notes()
+
+    def beside(self, files: Mapping[str, Runnable]) -> Across:
+        """Return what generates with the model, and with files of its parts."""
+        return Across(self.parts[LATER].part, self.parts[ENCODER].part, files)
 
 
 def decoder(
@@ -91,9 +128,26 @@ def decoder(
     LnrewriteError LN504, LN024.
     """
     check_finite(module)
-    found = cached(module)
-    if found.dtype in HALVES:
-        model = found.model if consume else copy.deepcopy(found.model)
-        notes = (*notes, f"its weights are {found.dtype}: it is captured in float32".replace("torch.", ""))
-        found = replace(found, model=nn.Module.float(model))
-    return Decoder(found, notes, format=format, tokenizer=tokenizer)
+    found, told = _widened({"": cached(module)}, consume)
+    return Decoder(found[""], (*notes, *told), format=format, tokenizer=tokenizer)
+
+
+def encoder_decoder(
+    module: nn.Module, notes: Sequence[str] = (), *, format: str = "module", consume: bool = False
+) -> EncoderDecoder:
+    """Return a living model of transformers with an encoder and a decoder in its parts; else as `decoder`."""
+    check_finite(module)
+    source = infer_inputs(module).kwargs[str(module.main_input_name)]
+    assert isinstance(source, torch.Tensor)
+    parts, told = _widened(crossed(module, source), consume)
+    return EncoderDecoder({n: Served(part, format=format) for n, part in parts.items()}, (*notes, *told))
+
+
+def _widened(parts: dict[str, Part], consume: bool) -> tuple[dict[str, Part], list[str]]:
+    """Return parts of a model that is held in float32, and a note where it was not."""
+    first = next(iter(parts.values()))
+    if first.dtype not in HALVES:
+        return parts, []
+    told = f"its weights are {first.dtype}: it is captured in float32".replace("torch.", "")
+    model = nn.Module.float(first.model if consume else copy.deepcopy(first.model))
+    return {name: replace(part, model=model) for name, part in parts.items()}, [told]

@@ -96,7 +96,7 @@ def _path(model: str) -> Path:
     if form.format is not Format.ONNX or form.path is None:
         why, remedy = f"it is {form.format}, and bench times ONNX files", "write it with `lnrewrite export` first"
         raise LnrewriteError(Code.LN520, f"model {model!r}", why, remedy)
-    return form.path
+    return form.graph
 
 
 def _opened(models: Sequence[str], inputs: Given, seed: int) -> list[Timed]:

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Code, LnrewriteError, UsageError, unknown
+from ..backends.torch.crossed import ENCODER, FIRST, HIDDEN, LATER, MASK, STATES
+from ..backends.torch.served import going_round, is_past
+from ..errors import Code, LnrewriteError, UsageError, unknown, words
 from ..files.output import CONFIG
 from ..kernels.library import find
 from ..loading.foreign import Foreign, Json, read_file
@@ -25,6 +27,7 @@ GENAI, GENERATION, MODEL = "genai_config.json", "generation_config.json", "model
 ENGINES = ("auto", "genai", "session")
 LOADED = re.compile(r"librar|path|backend")
 """Keys of genai's config under which files with code are named."""
+Arrays = dict[str, Any]
 NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
 
 
@@ -57,9 +60,9 @@ def generate(
     """
     if engine not in ENGINES:
         unknown(Code.LN003, "engine", engine, ENGINES)
-    model, names = folder / MODEL, tokenizer_in(folder, False)
-    if not model.is_file() or names is None:
-        lacks = f"no {MODEL}" if not model.is_file() else "no tokenizer"
+    there, names = any((folder / name).is_file() for name in (MODEL, f"{ENCODER}.onnx")), tokenizer_in(folder, False)
+    if not there or names is None:
+        lacks = "no tokenizer" if there else f"no {MODEL}"
         remedy = "write the folder with `lnrewrite export CHECKPOINT -o FOLDER`"
         raise LnrewriteError(Code.LN013, f"folder {str(folder)!r}", f"it holds {lacks}", remedy)
     here = importlib.util.find_spec("onnxruntime_genai") is not None
@@ -89,7 +92,7 @@ def generate(
     return Generated(text, tuple(found), len(ids), speed, engine)
 
 
-def _read(path: Path) -> Json:
+def read_json(path: Path) -> Json:
     """Return what a JSON file of the folder holds. Raises LnrewriteError LN015 where that is no object."""
     try:
         return read_file(path)
@@ -100,7 +103,7 @@ def _read(path: Path) -> Json:
 def _ends(folder: Path) -> set[int]:
     """Return the tokens that end a text."""
     for name in (GENERATION, CONFIG):
-        held = _read(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        held = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if held is not None:
             return {end for end in (held if isinstance(held, list) else [held]) if isinstance(end, int)}
     return set()
@@ -112,7 +115,7 @@ def _check(folder: Path) -> None:
     genai takes the names of libraries, for operators and providers, from its config. lnrewrite's own kernels are known,
     byte for byte; a folder that names others has to be run by genai itself.
     """
-    left, own = list[object]([_read(folder / GENAI)]), find()
+    left, own = list[object]([read_json(folder / GENAI)]), find()
     while left:
         each = left.pop()
         left += each.values() if isinstance(each, dict) else each if isinstance(each, list) else []
@@ -140,7 +143,11 @@ def _by_genai(folder: Path, ids: list[int], most: int, threads: int | None) -> I
     config = genai.Config(str(folder))
     if threads is not None:
         config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
-    model = genai.Model(config)
+    try:
+        model = genai.Model(config)
+    except Exception as why:  # a provider that is not here, or a graph that it does not take
+        remedy = "run it with --engine session, or where genai has what its config asks for"
+        raise LnrewriteError(Code.LN520, f"folder {str(folder)!r}", f"genai refuses it: {words(why)}", remedy) from why
     options = genai.GeneratorParams(model)
     options.set_search_options(do_sample=False, repetition_penalty=1.0, max_length=len(ids) + most)
     run = genai.Generator(model, options)
@@ -153,29 +160,65 @@ def _by_genai(folder: Path, ids: list[int], most: int, threads: int | None) -> I
 
 
 def _by_session(folder: Path, ids: list[int], most: int, threads: int | None) -> Iterator[int]:
-    """Yield tokens that a plain session of ONNX Runtime chooses, its cache going round."""
-    run: Any = session(folder / MODEL, threads=threads)
-    taken = {value.name: value for value in run.get_inputs()}
-    given = [value.name for value in run.get_outputs()]
-    cache = [name for name in given if name != "logits"]
-    held = {}
-    for name in cache:
-        value = taken[name.replace("present", "past_key_values")]
-        if value.type not in NUMPY:
-            why = f"its cache is {value.type}, of which arrays cannot be given to ONNX Runtime from here"
-            raise LnrewriteError(Code.LN520, str(folder / MODEL), why, "run it with --engine genai")
-        held[value.name] = np.zeros((1, value.shape[1], 0, value.shape[3]), NUMPY[value.type])
-    new, past = np.array([ids], np.int64), 0
+    """Yield tokens that plain sessions of ONNX Runtime choose, the cache going round."""
+    if (folder / MODEL).is_file():
+        only = _Session(folder / MODEL, threads)
+        yield from _tokens(only, only, ids, only.empty(), {}, most)
+        return
+    encoder, first, later = (_Session(folder / f"{name}.onnx", threads) for name in (ENCODER, FIRST, LATER))
+    if "input_ids" not in encoder.takes:
+        taken = ", ".join(encoder.takes)
+        remedy = f"give its parts to optimum, or to ONNX Runtime, with {taken}"
+        raise LnrewriteError(Code.LN013, f"folder {str(folder)!r}", f"its encoder takes {taken}, not text", remedy)
+    source = np.array([ids], np.int64)
+    beside = {MASK: np.ones_like(source)}
+    beside[STATES] = encoder({"input_ids": source, "attention_mask": beside[MASK]})[HIDDEN]
+    yield from _tokens(first, later, [_start(folder)], {}, beside, most)
+
+
+class _Session:
+    """Call a file by names, of which it takes what it knows."""
+
+    def __init__(self, path: Path, threads: int | None) -> None:
+        self.path, self.run = path, session(path, threads=threads)
+        self.takes = {value.name: value for value in self.run.get_inputs()}
+        self.gives = [value.name for value in self.run.get_outputs()]
+
+    def __call__(self, feed: Arrays) -> Arrays:
+        taken = {name: array for name, array in feed.items() if name in self.takes}
+        return dict(zip(self.gives, self.run.run(self.gives, taken), strict=True))
+
+    def empty(self) -> Arrays:
+        """Return a cache that holds no tokens. Raises LnrewriteError LN520 for one of bfloat16."""
+        held = {}
+        for name, value in self.takes.items():
+            if is_past(name):
+                if value.type not in NUMPY:
+                    why = f"its cache is {value.type}, of which arrays cannot be given to ONNX Runtime from here"
+                    raise LnrewriteError(Code.LN520, str(self.path), why, "run it with --engine genai")
+                held[name] = np.zeros((1, value.shape[1], 0, value.shape[3]), NUMPY[value.type])
+        return held
+
+
+def _tokens(first: _Session, later: _Session, ids: list[int], held: Arrays, beside: Arrays, most: int) -> Iterator[int]:
+    """Yield tokens, each of the largest logit. held: the cache; beside: what every call is given."""
+    step, new, past = first, np.array([ids], np.int64), 0
     for _ in range(most):
-        feed = {
-            "input_ids": new,
-            "attention_mask": np.ones((1, past + new.shape[1]), np.int64),
-            "position_ids": np.arange(past, past + new.shape[1])[None],
-            **held,
-        }
-        out = dict(zip(given, run.run(given, {n: v for n, v in feed.items() if n in taken}), strict=True))
-        past += new.shape[1]
-        held = {name.replace("present", "past_key_values"): out[name] for name in cache}
+        after = past + new.shape[1]
+        places = {"attention_mask": np.ones((1, after), np.int64), "position_ids": np.arange(past, after)[None]}
+        out = step({"input_ids": new, **places, **held, **beside})
+        held, step, past = {**held, **going_round(out)}, later, after
         token = int(out["logits"][0, -1].argmax())
         yield token
         new = np.array([[token]], np.int64)
+
+
+def _start(folder: Path) -> int:
+    """Return the token that a decoder begins with. Raises LnrewriteError LN013 where no config tells it."""
+    for name in (GENERATION, CONFIG):
+        for key in ("decoder_start_token_id", "bos_token_id"):
+            held = read_json(folder / name).get(key) if (folder / name).is_file() else None
+            if isinstance(held, int):
+                return held
+    remedy = f"write decoder_start_token_id into {GENERATION}"
+    raise LnrewriteError(Code.LN013, f"folder {str(folder)!r}", "no config says what its decoder begins with", remedy)

@@ -37,11 +37,11 @@ def session(
     options = options or onnxruntime.SessionOptions()
     if threads is not None:
         options.intra_op_num_threads = threads
-    if holds_operators(path):
+    if holds_operators(form.graph):
         register(options, name, target == "cuda")
     more = {} if target == "cpu" else {"enable_fallback": 0}
     try:
-        return onnxruntime.InferenceSession(path, options, providers=[PROVIDERS[target]], **more)
+        return onnxruntime.InferenceSession(form.graph, options, providers=[PROVIDERS[target]], **more)
     except Exception as why:  # ONNX Runtime has no common base class of its errors
         raise does_not_run(name, why) from why
 

@@ -16,6 +16,8 @@ from onnx import helper, numpy_helper
 
 FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
 DOMAIN = "lnrewrite.float64"
+MOVED = {ir.DataType.FLOAT16: 2.0**-9, ir.DataType.BFLOAT16: 2.0**-6}
+"""How far apart, relative to it, a number in half precision is moved: two last bits, and else one of a float32."""
 
 
 def doubled(model: ir.Model) -> ir.Model:
@@ -66,14 +68,16 @@ def _wide(tensor: ir.TensorProtocol, to: ir.DataType) -> ir.TensorProtocol:
 
 
 def jittered(model: ir.Model) -> ir.Model:
-    """Return a copy of the model with each number of its weights moved by up to half the last bit of a float32."""
+    """Return a copy of the model with each number of its weights moved by up to half its last bit.
+
+    In half precision by a whole one, for it is rounded again: half of one would often be nothing.
+    """
     model, draw = model.clone(), np.random.default_rng(0)
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None and value.const_value.dtype in FLOATS:
-                held = value.const_value.numpy().astype(np.float64)
-                moved = held * (1 + np.finfo(np.float32).eps * (draw.random(held.shape) - 0.5))
-                dtype = value.const_value.dtype
+                held, dtype = value.const_value.numpy().astype(np.float64), value.const_value.dtype
+                moved = held * (1 + MOVED.get(dtype, 2.0**-23) * (draw.random(held.shape) - 0.5))
                 value.const_value = ir.tensor(moved.astype(dtype.numpy()), dtype, name=value.name)
     return model
 

@@ -1,0 +1,149 @@
+"""A folder of ONNX files in, such a folder out: graphs are rewritten, all else is carried along, tokens stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+import lnrewrite as lnr
+import zoo
+from commands import fails, ok
+from lnrewrite.backends.onnx.file import read
+from lnrewrite.backends.onnx.session import runnable
+from lnrewrite.comparison.generating import generated
+from lnrewrite.models.decoder import encoder_decoder
+from lnrewrite.runtime.generating import generate
+from test_serving import PROMPT, tokenizer
+
+FOLD = "fold-affine"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hold a checkpoint folder of a small Llama with a tokenizer."""
+    folder = tmp_path_factory.mktemp("folders") / "llama"
+    zoo.build("llama", head=True)[0].save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Path:
+    """Hold a decoder's folder as genai has it: without a config.json, its weights beside the graph."""
+    folder = checkpoint.with_name("served")
+    lnr.export_model(checkpoint, folder, target="cpu")
+    (folder / "config.json").unlink()
+    model = onnx.load(folder / "model.onnx")
+    onnx.save(model, folder / "model.onnx", save_as_external_data=True, location="weights.data")
+    (folder / "adapters").mkdir()
+    (folder / "adapters" / "notes.txt").write_text("kept")
+    return folder
+
+
+def tokens(folder: Path, count: int = 40) -> tuple[int, ...]:
+    return generate(folder, PROMPT, most=count, engine="session").tokens
+
+
+def test_exact(served: Path, tmp_path: Path) -> None:
+    """Gains are folded, the tokens stay; configs and folders are carried along, old weights are not."""
+    ok("opt", served, "--passes", FOLD, "-o", folder := tmp_path / "folded")
+    assert tokens(folder) == tokens(served)
+    held = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert held == {str(p.relative_to(served)) for p in served.rglob("*") if p.is_file()} - {"weights.data"}
+    assert (folder / "genai_config.json").read_bytes() == (served / "genai_config.json").read_bytes()
+    gains = [n.input[1] for n in onnx.load(folder / "model.onnx").graph.node if "LayerNorm" in n.op_type]
+    assert len(set(gains)) < len(gains)  # the folded norms share a gain of ones
+    assert "exists" in fails("LN025", 1, "opt", served, "--passes", FOLD, "-o", folder)["why"]
+    ok("opt", served, "--passes", FOLD, "-o", folder, "--force")
+
+
+def test_what_reads_one_model(served: Path, tmp_path: Path) -> None:
+    """`inspect`, `verify` and `lnr.load` take the graph of a folder; OUT may be a file."""
+    rows = [json.loads(ok("inspect", path, "--json").stdout) for path in (served, served / "model.onnx")]
+    assert rows[0] == rows[1] and rows[0]["placement"] == "pre"
+    ok("opt", served, "--passes", FOLD, "-o", path := tmp_path / "one.onnx")
+    assert json.loads(ok("verify", served, path, "--json").stdout)["verdict"] == "within"
+
+
+def test_calibrated(served: Path, tmp_path: Path) -> None:
+    """A conversion with data, through the cache, gives a folder that runs and says how far it is."""
+    told = json.loads(ok("convert", served, "--to", "peri", "-o", tmp_path / "peri", "--json").stdout)
+    assert told["placement_after"] == "peri" and told["drift"]["samples"]
+    assert len(tokens(tmp_path / "peri", 8)) == 8
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_exported(
+    served: Path, tmp_path: Path, built: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """An export keeps the folder; where operators of lnrewrite come in, its config names their kernels."""
+    monkeypatch.setenv("LNREWRITE_KERNELS", str(library := built()))
+    ok("export", served, "--target", "cpu", "--dtype", dtype, "-o", folder := tmp_path / dtype)
+    assert tokens(folder, 12) == tokens(served, 12) and not (folder / library.name).exists()
+    ok("convert", served, "--to", "peri", "-o", peri := tmp_path / "peri")
+    ok("export", peri, "--target", "cpu", "--dtype", dtype, "--fuse", "custom", "-o", folder := tmp_path / "custom")
+    held = json.loads((folder / "genai_config.json").read_text())
+    assert held["model"]["decoder"]["session_options"]["custom_ops_library"] == library.name
+    assert (folder / library.name).read_bytes() == library.read_bytes()
+    assert tokens(folder, 8) == tokens(peri, 8)
+
+
+def test_half(checkpoint: Path, tmp_path: Path) -> None:
+    """An exact fold into half precision is one: what rounding the weights does explains the difference."""
+    lnr.export_model(checkpoint, tmp_path / "half", target="cuda", dtype="fp16")
+    told = json.loads(ok("opt", tmp_path / "half", "--passes", FOLD, "-o", tmp_path / "out", "--json").stdout)
+    assert told["steps"][0]["edits"] == 4
+
+
+def test_parts(tmp_path: Path) -> None:
+    """Three graphs are rewritten as one model; what looks at data, or at one model, is refused in words."""
+    lnr.export_model(model := zoo.build("t5", head=True)[0], folder := tmp_path / "t5", target="cpu")
+    told = json.loads(ok("opt", folder, "--passes", FOLD, "-o", out := tmp_path / "out", "--json").stdout)
+    assert {step["pass"].partition(":")[0] for step in told["steps"]} == {path.name for path in folder.glob("*.onnx")}
+    assert all(step["edits"] for step in told["steps"])
+    files = {path.stem: runnable(read(path, path.name)) for path in out.glob("*.onnx")}
+    assert not generated(encoder_decoder(model).beside(files), 2e-5, 16).divergences
+    assert "several graphs" in fails("LN034", 1, "inspect", folder)["why"]
+    assert "look at data" in fails("LN034", 1, "convert", folder, "--to", "peri", "-o", tmp_path / "peri")["why"]
+    assert not (tmp_path / "peri").exists()
+    told = json.loads(
+        ok("export", folder, "--target", "cuda", "--dtype", "fp16", "-o", out, "--force", "--json").stdout
+    )
+    assert sum("Skip" in row["form"] for row in told["norms"]) == len(told["norms"]) - 3  # each part's first has no add
+
+
+def test_folders_that_are_not_read(served: Path, tmp_path: Path) -> None:
+    """Files that lead out of the folder, or are no ONNX, are refused before anything is opened."""
+    folder = shutil.copytree(served, tmp_path / "served")
+    (folder / "other.onnx").symlink_to(served / "model.onnx")
+    fails("LN028", 1, "inspect", folder)
+    (folder / "other.onnx").unlink()
+    (folder / "other.onnx").write_bytes(b"\x00" * 99)
+    assert fails("LN011", 1, "inspect", folder)["what"]
+
+
+@pytest.mark.parametrize("precision", ["fp32:cpu", "int4:cpu", "fp16:cuda", "bf16:cuda"])
+def test_genai_builder(checkpoint: Path, tmp_path: Path, precision: str) -> None:
+    """Folders of onnxruntime-genai's own builder: exported as they are or folded, they choose the same tokens."""
+    pytest.importorskip("onnxruntime_genai.models.builder")
+    kind, _, provider = precision.partition(":")
+    asked = ["-m", checkpoint, "-o", source := tmp_path / kind, "-p", kind, "-e", provider, "-c", tmp_path / "cache"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", *map(str, asked)]
+    subprocess.run(builder, check=True, capture_output=True, env=environment)
+    command = ("export", source, "--target", "cpu") if kind == "int4" else ("opt", source, "--passes", FOLD)
+    told = json.loads(ok(*command, "-o", folder := tmp_path / "out", "--json").stdout)
+    assert kind == "int4" or told["steps"][0]["edits"] == 4
+    if provider == "cpu":
+        for engine in ("genai", "session"):
+            found = [generate(path, PROMPT, most=40, engine=engine).tokens for path in (source, folder)]
+            assert found[0] == found[1]
+    assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
