@@ -12,6 +12,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+import transformers
 
 import lnrewrite as lnr
 import zoo
@@ -22,6 +23,7 @@ from lnrewrite.comparison.generating import generated
 from lnrewrite.models.decoder import encoder_decoder
 from lnrewrite.runtime.generating import generate
 from test_serving import PROMPT, tokenizer
+from zoo.norms import randomise
 
 FOLD = "fold-affine"
 
@@ -134,8 +136,13 @@ def test_folders_that_are_not_read(served: Path, tmp_path: Path) -> None:
 def test_genai_builder(checkpoint: Path, tmp_path: Path, precision: str) -> None:
     """Folders of onnxruntime-genai's own builder: exported as they are or folded, they choose the same tokens."""
     pytest.importorskip("onnxruntime_genai.models.builder")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}  # 96 is not
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=128, tie_word_embeddings=False)
+    randomise(model := transformers.LlamaForCausalLM(config), 0)  # the vocabulary, which the builder mistakes it for
+    shutil.copytree(checkpoint, original := tmp_path / "llama")
+    model.save_pretrained(original)
     kind, _, provider = precision.partition(":")
-    asked = ["-m", checkpoint, "-o", source := tmp_path / kind, "-p", kind, "-e", provider, "-c", tmp_path / "cache"]
+    asked = ["-m", original, "-o", source := tmp_path / kind, "-p", kind, "-e", provider, "-c", tmp_path / "cache"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", *map(str, asked)]
     subprocess.run(builder, check=True, capture_output=True, env=environment)

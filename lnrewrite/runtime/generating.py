@@ -163,7 +163,7 @@ def _by_session(folder: Path, ids: list[int], most: int, threads: int | None) ->
     """Yield tokens that plain sessions of ONNX Runtime choose, the cache going round."""
     if (folder / MODEL).is_file():
         only = _Session(folder / MODEL, threads)
-        yield from _tokens(only, only, ids, only.empty(), {}, most)
+        yield from _tokens(only, only, ids, only.empty(_head_size(folder)), {}, most)
         return
     encoder, first, later = (_Session(folder / f"{name}.onnx", threads) for name in (ENCODER, FIRST, LATER))
     if "input_ids" not in encoder.takes:
@@ -188,15 +188,19 @@ class _Session:
         taken = {name: array for name, array in feed.items() if name in self.takes}
         return dict(zip(self.gives, self.run.run(self.gives, taken), strict=True))
 
-    def empty(self) -> Arrays:
-        """Return a cache that holds no tokens. Raises LnrewriteError LN520 for one of bfloat16."""
+    def empty(self, size: int) -> Arrays:
+        """Return a cache that holds no tokens, its heads of a size where the file does not tell it.
+
+        Raises LnrewriteError LN520 for one of bfloat16.
+        """
         held = {}
         for name, value in self.takes.items():
             if is_past(name):
                 if value.type not in NUMPY:
                     why = f"its cache is {value.type}, of which arrays cannot be given to ONNX Runtime from here"
                     raise LnrewriteError(Code.LN520, str(self.path), why, "run it with --engine genai")
-                held[name] = np.zeros((1, value.shape[1], 0, value.shape[3]), NUMPY[value.type])
+                sizes = [d if isinstance(d, int) else size for d in value.shape[1::2]]
+                held[name] = np.zeros((1, sizes[0], 0, sizes[1]), NUMPY[value.type])
         return held
 
 
@@ -211,6 +215,13 @@ def _tokens(first: _Session, later: _Session, ids: list[int], held: Arrays, besi
         token = int(out["logits"][0, -1].argmax())
         yield token
         new = np.array([[token]], np.int64)
+
+
+def _head_size(folder: Path) -> int:
+    """Return the size of a decoder's heads as genai's config has it, 0 where there is none."""
+    decoder = read_json(folder / GENAI).get("model", {}).get("decoder", {}) if (folder / GENAI).is_file() else {}
+    found = decoder.get("head_size") if isinstance(decoder, dict) else 0
+    return found if isinstance(found, int) else 0
 
 
 def _start(folder: Path) -> int:
