@@ -130,8 +130,8 @@ def export_model(
     where it can be done and says in the notes why not, True insists, False never. path: an .onnx file or, of such a
     model, a name without suffix: a folder with configs, tokenizer and what onnxruntime-genai needs; of an encoder and
     decoder a folder with encoder_model.onnx, decoder_model.onnx and decoder_with_past_model.onnx, as optimum-onnx loads
-    them. how: target, dtype, opset, optimize, fuse, verify as `Program.export` takes them. Raises as that, and
-    LnrewriteError LN504 for a cache that cannot be.
+    them. how: target, dtype, opset, optimize, fuse, quantize, verify as `Program.export` takes them. Raises as that,
+    and LnrewriteError LN504 for a cache that cannot be.
     """
     folder = not Path(path).suffix
     if isinstance(model, nn.Module):

@@ -114,6 +114,7 @@ def together(reports: Mapping[str, Report], notes: Sequence[str] = ()) -> Report
         return next(iter(reports.values()))
     first = next(iter(reports.values()))
     proofs = [report.proved for report in reports.values() if report.proved]
+    losses = [report.measured for report in reports.values() if report.measured]
     forms = [replace(row, site=f"{name}: {row.site}") for name, r in reports.items() for row in r.norms or ()]
     steps = [replace(step, text=f"{name}: {step.text}") for name, r in reports.items() for step in r.steps]
     said: dict[str, list[str]] = {}
@@ -126,6 +127,7 @@ def together(reports: Mapping[str, Report], notes: Sequence[str] = ()) -> Report
         exactness=max(r.exactness for r in reports.values()),
         refusals=tuple(row.at(f"{name}: {row.site}") for name, r in reports.items() for row in r.refusals),
         not_applicable=tuple(row for r in reports.values() for row in r.not_applicable),
+        measured=max(losses, key=lambda loss: loss.relative_error or 0.0, default=None),
         notes=(*notes, *(f"{', '.join(names)}: {note}" for note, names in said.items())),
         fixed_paths=tuple(dict.fromkeys(path for r in reports.values() for path in r.fixed_paths)),
         norms=tuple(forms) if first.norms is not None else None,

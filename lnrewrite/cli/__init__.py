@@ -155,6 +155,8 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
 @click.option("--opset", type=OPSET, metavar="N", help="The operator set; default 18, or the ONNX file's own.")
 @click.option("--optimize", metavar="MODE", help="auto or none: fuse the rest too; default auto for cpu, cuda.")
 @click.option("--fuse", default="ops", show_default=True, help="ops: what ONNX Runtime has; custom: lnrewrite's too.")
+@click.option("--int4", is_flag=True, help="Store the weights of products in 4 bits, and measure what that loses.")
+@click.option("--int8", is_flag=True, help="The same in 8 bits, and what they multiply too: for the CPU.")
 @click.option("--no-kv-cache", is_flag=True, help="A model that generates: tokens in, logits out, and no cache.")
 @click.option("--no-verify", is_flag=True, help="Do not run the file against the model. Nothing proves it then.")
 @ACCEPT
@@ -164,6 +166,8 @@ def export(
     model: str,
     output: str,
     force: bool,
+    int4: bool,
+    int8: bool,
     no_kv_cache: bool,
     no_verify: bool,
     accept: bool,
@@ -172,6 +176,9 @@ def export(
     **wanted: object,
 ) -> None:
     """Write ONNX with the norm forms that a target runs best, and say why each was chosen."""
+    if int4 and int8:
+        raise UsageError(Code.LN003, "--int4 with --int8", "weights are stored in one way", "give one")
+    wanted["quantize"] = "int4" if int4 else "int8" if int8 else None
     source = identify(model, how)
     named = not Path(output).suffix
     folder = named and (bool(source.graphs) or source.format is Format.TRANSFORMERS and not no_kv_cache)

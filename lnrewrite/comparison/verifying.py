@@ -149,10 +149,15 @@ def drift(a: nn.Module, b: nn.Module, batches: Sequence[Batch], held_out: bool) 
     row, a against b) and top1_agreement, else None. Batches on which b takes another path than was captured are left
     out and counted as off_path. Raises LnrewriteError LN033 where all are.
     """
-    first, second = as_runnable(a), as_runnable(b)
+    with evaluating(a), evaluating(b):
+        return measured(as_runnable(a), as_runnable(b), batches, held_out)
+
+
+def measured(first: Runnable, second: Runnable, batches: Sequence[Batch], held_out: bool) -> Drift:
+    """Measure how far the second's outputs are from the first's, as `drift` does."""
     sums = torch.zeros(4, dtype=torch.float64)
     kl, agree, rows, off = 0.0, 0, 0, list[str]()
-    with evaluating(a), evaluating(b), quiet():
+    with quiet():
         for batch in batches:
             one = first.call(batch)
             try:

@@ -35,6 +35,7 @@ from .exportable import Exportable
 from .fusions import FOR, fuse_groups
 from .lowering import lower, split
 from .precision import lower_precision
+from .quantizing import check_quantizing, quantized
 from .targets import DECOMPOSED, NO_CUDA_KERNEL, TARGETS
 
 FILE = 2e-5
@@ -44,6 +45,8 @@ TOLERANCE = {"fp32": FILE, "fp16": HALF, "bf16": 1e-1}
 """The largest error, relative to the source's largest output, that a written model may show."""
 
 PLAIN = "it takes no statistics of the input, and plain arithmetic is left of it"
+
+SEE = "see `lnrewrite explain LN403`"
 
 NEEDED = "sessions need `lnrewrite kernels build` first, which was not done here: the proof is of its definitions"
 
@@ -57,6 +60,7 @@ def export(
     opset: int | None = None,
     optimize: str | None = None,
     fuse: str = "ops",
+    quantize: str | None = None,
     verify: bool = True,
     force: bool = True,
 ) -> Report:
@@ -64,9 +68,10 @@ def export(
 
     target: cpu, cuda, tensorrt or generic. dtype: fp32, fp16 or bf16. opset: None takes 18, or the file's own.
     optimize: auto lets libraries fuse the rest of the graph, none leaves it; None is auto for cpu, cuda. fuse: ops
-    takes operators that ONNX Runtime has, custom (cpu and cuda) writes norm, add and norm as lnrewrite's own. verify:
-    run the file against the program at two batch sizes and two lengths. Raises LnrewriteError LN025 (path), LN403
-    (proof failed, nothing is kept), LN501 (no translation), LN502 (precision), UsageError LN003 for an unknown word.
+    takes operators that ONNX Runtime has, custom (cpu and cuda) writes norm, add and norm as lnrewrite's own. quantize:
+    int4 or int8 stores the weights of products so, once all else was proved; what that loses is measured. verify: run
+    the file against the program at two batch sizes and two lengths. Raises LnrewriteError LN025 (path), LN403 (proof
+    failed, nothing is kept), LN501 (no translation), LN502 (precision), UsageError LN003 for an unknown word.
     """
     optimize = optimize or ("auto" if target in FOR else "none")
     for noun, word, known in (
@@ -78,6 +83,7 @@ def export(
     if fuse == "custom" and not TARGETS[target].contrib:
         why = "the operators of lnrewrite are for ONNX Runtime"
         raise UsageError(Code.LN003, f"fuse custom, target {target}", why, "give the target cpu or cuda")
+    check_quantizing(quantize, target, dtype)
     output = check_output(path, force)
     bound = TOLERANCE["fp16" if program.in_half and dtype == "fp32" else dtype]
     LOGGER.info("translating to ONNX")
@@ -102,11 +108,19 @@ def export(
     stamp(model, version=__version__, target=target, dtype=dtype)
     if program.fixed_paths:
         stamp(model, fixed_paths=json.dumps(program.fixed_paths))
-    found = put(model, output, program if verify else None, bound, force=force)
+    judge, loss = program if verify else None, None
+    if quantize:
+        if verify and (why := wrong(program, model, bound)):
+            raise LnrewriteError(Code.LN403, str(output), f"before it is quantized, {why}", SEE)
+        small = quantized(model, quantize, judge)
+        model, loss, judge = small.model, small.loss, None
+        notes += small.notes
+    found = put(model, output, judge, bound, force=force)
     notes += found.notes if found else ()
     placement = program.network.placement
     return Report(
-        "", Exactness.ALGEBRAIC, (), placement, placement, notes=tuple(notes), output=str(output),
+        "", Exactness.CALIBRATED if quantize else Exactness.ALGEBRAIC, (), placement, placement, loss,
+        notes=tuple(notes), output=str(output),
         fixed_paths=program.fixed_paths, norms=(*rows, *left), proved=found,
     )  # fmt: skip
 
@@ -191,7 +205,7 @@ def proved(program: Exportable, file: Path, output: Path, bound: float) -> Proof
 
     A file with operators of lnrewrite is run by its definitions, and where the kernels are built by them too.
     """
-    remedy = "see `lnrewrite explain LN403`"
+    remedy = SEE
     try:
         defined = read(file, str(output))
         modules = [runnable(defined)]
