@@ -183,7 +183,7 @@ def _captured(source: Source, opened: Opened, module: nn.Module) -> Program:
     if given is None:
         given = Inputs((), dict(opened.inputs)) if opened.inputs else infer_inputs(module, source.how.seed)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (given.args, dict(given.kwargs)))
-    if source.how.specifications:
+    if given.described:
         dynamic = {n: dict.fromkeys(given.dynamic.get(n, {}), Dim.AUTO) or None for n in kwargs}
     taken = capture_module(module, args, kwargs, dynamic)
     taken = replace(taken, notes=(*opened.notes, *taken.notes))

@@ -36,6 +36,7 @@ FAMILIES = (
 )  # fmt: skip
 FORMS = [(name, *form) for name in FAMILIES for form in (("cpu", "fp32"), ("cuda", "fp16"))]
 SAMPLE = [("qwen3", "cpu", "fp32"), ("gpt_neox", "cpu", "fp32"), ("gemma2", "cuda", "fp16")]
+FREE = ["batch", "sequence"]
 NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
 
 
@@ -121,6 +122,22 @@ def test_command(folder: Path, tmp_path: Path) -> None:
     assert list(dims(onnx.load(path).graph.input)) == ["input_ids"]
     how = OpenOptions(inputs={"input_ids": torch.arange(16).reshape(2, 8)})
     assert not isinstance(load_to_export(identify(folder, how)), Decoder)
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [
+        ("ids.npz", ["batch", "sequence"]),
+        ("input_ids=int64[b,s]", ["batch", "sequence"]),
+        ("input_ids=int64[2,8]", [2, 8]),
+    ],
+)
+def test_inputs_that_are_given(folder: Path, tmp_path: Path, given: str, shape: list[int | str]) -> None:
+    """A call without a cache is described by values, whose sizes stay free, by names, or by numbers, which do not."""
+    np.savez(tmp_path / "ids.npz", input_ids=np.arange(16).reshape(2, 8))
+    told = str(tmp_path / given) if given.endswith("npz") else given
+    ok("export", folder, "-o", path := tmp_path / "plain.onnx", "--target", "cpu", "--input", told)
+    assert dims(onnx.load(path).graph.input) == {"input_ids": shape}
 
 
 def test_rewritten_folder(folder: Path, tmp_path: Path) -> None:

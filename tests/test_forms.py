@@ -104,6 +104,23 @@ def test_on_cuda_every_residual_add_that_can_ride_in_a_norm_does(add: str, kind:
             assert (len(node.inputs) == (5 if kind == LAYER else 4)) == (add == "bias")
 
 
+@pytest.mark.parametrize("table", [[1, 7], [7]])
+@pytest.mark.parametrize("kind", [LAYER, RMS])
+def test_a_table_of_positions_rides_too(kind: str, table: list[int]) -> None:
+    """What is added to the tokens of every row alike is an operand as good as a residual; a vector is none."""
+    s, shape = Sheet(SINGLE), ir.Shape(["batch", 7, WIDTH])
+    x = given("x", shape, SINGLE)
+    total = s("Add", x, np.random.default_rng(5).normal(size=[*table, WIDTH]))
+    total.shape, total.type = shape, ir.TensorType(SINGLE)
+    model = finished(s, [x], [norm(s, kind, total), s("Relu", total)], 20)
+    model.graph.outputs[1].shape, model.graph.outputs[1].type = shape, ir.TensorType(SINGLE)
+    lowered = model.clone()
+    assert [row.form for row in lower(lowered, TARGETS["cuda"], ORT)] == [SKIP[kind]]
+    assert "Add" not in {node.op_type for node in lowered.graph}
+    for a, b in zip(run(model, 1.0), run(lowered, 1.0), strict=True):
+        assert np.abs(a - b).max() <= 2e-6 * np.abs(a).max()
+
+
 @pytest.mark.parametrize("rank", [2, 4])
 def test_skip_operators_are_for_ranks_2_and_3(rank: int) -> None:
     _, counts, _ = lowered(model_of(LAYER, SINGLE, rank, "shared", 18), "cuda")

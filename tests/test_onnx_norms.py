@@ -154,3 +154,34 @@ def test_every_spelling_is_one_operator_with_the_same_numbers(spelling: str, dty
             before, after = run(model, scale), run(raised, scale)
             bound = 2e-5 if dtype is SINGLE else 4e-3
             assert all(np.abs(a - b).max() <= bound * np.abs(a).max() for a, b in zip(before, after, strict=True))
+
+
+TOLD = [name for name in SPELLINGS if name not in ("rms_weightless", "layer_bare")]
+
+
+@pytest.mark.parametrize("spelling", TOLD)
+def test_a_gain_tells_the_width(spelling: str) -> None:
+    """Behind a reshape to sizes that nobody knows, a norm is as wide as its gain; without a gain nothing tells it."""
+    for known in (True, False):
+        s, shape = Sheet(SINGLE), named(3)
+        x, sizes = given("x", shape, SINGLE), given("sizes", ir.Shape([3]), ir.DataType.INT64)
+        y = s("Add", s("Reshape", s("Relu", x), sizes), np.ones((1, 1, 1)))
+        y = SPELLINGS[spelling](s, y) if known else layer(affine="none")(s, y)
+        y.type = ir.TensorType(SINGLE)
+        graph = lift(finished(s, [x, sizes], [y], 23))
+        norms, refusals = find_norms(graph)
+        assert (len(norms), len(refusals)) == ((1, 0) if known else (0, 1))
+        assert all(graph.width(norm.source) == WIDTH for norm in norms.values())
+
+
+def test_what_is_no_norm_tells_nothing() -> None:
+    """A column of numbers that is multiplied by a vector stays a column, and a mean over other axes says nothing."""
+    for axes, gain_shape in (([-1], (1, WIDTH)), ([1], (WIDTH,)), ([-1], (1,))):
+        s = Sheet(SINGLE)
+        x, sizes = given("x", named(3), SINGLE), given("sizes", ir.Shape([3]), ir.DataType.INT64)
+        y = s("Reshape", x, sizes)
+        out = s("Mul", s("Sub", y, s("ReduceMean", y, np.array(axes), keepdims=1)), np.ones(gain_shape))
+        out.type = ir.TensorType(SINGLE)
+        model = finished(s, [x, sizes], [out], 23)
+        lift(model)
+        assert y.shape is not None and not isinstance(y.shape[-1], int)

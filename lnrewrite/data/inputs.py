@@ -40,11 +40,15 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Hold one example call: positional `args`, keyword tensors, and for each keyword its named (dynamic) axes."""
+    """Hold one example call: positional `args`, keyword tensors, and for each keyword its named (dynamic) axes.
+
+    described: whether sizes and names were written for an input; values alone, as of a file, leave its axes open.
+    """
 
     args: tuple[object, ...] = ()
     kwargs: dict[str, Tensor] = field(default_factory=dict)
     dynamic: dict[str, dict[int, str]] = field(default_factory=dict)
+    described: bool = False
 
 
 def parse_inputs(specs: Sequence[str], *, seed: int = 0, vocabulary: int = 2) -> Inputs:
@@ -59,13 +63,14 @@ def parse_inputs(specs: Sequence[str], *, seed: int = 0, vocabulary: int = 2) ->
     kwargs: dict[str, Tensor] = {}
     dynamic: dict[str, dict[int, str]] = {}
     sizes: dict[str, int] = {}
+    drawn = False
     for spec in specs:
         found: dict[str, Tensor] = {}
         if match := _SPEC.fullmatch(spec.strip()):
             name, dtype, dims = match[1], _dtype(spec, match[2]), _dims(spec, match[3])
             shape = tuple(d if isinstance(d, int) else _size(d, sizes) for d in dims)
             described = Input(name, dtype, tuple(dims), shape, content_of(name, dtype), vocabulary)
-            found[name] = draw_one(described, generator)
+            found[name], drawn = draw_one(described, generator), True
             dynamic |= {name: axes} if (axes := {i: d for i, d in enumerate(dims) if isinstance(d, str)}) else {}
         else:
             positional, found = _read(spec)
@@ -73,7 +78,7 @@ def parse_inputs(specs: Sequence[str], *, seed: int = 0, vocabulary: int = 2) ->
         if twice := sorted(set(found) & set(kwargs)):
             raise _bad(spec, f"{twice[0]} is given twice")
         kwargs |= found
-    return Inputs(args, kwargs, dynamic)
+    return Inputs(args, kwargs, dynamic, drawn)
 
 
 def _bad(

@@ -65,6 +65,11 @@ def _is_product(value: ir.Value) -> bool:
     return node is not None and node.op_type.startswith(("MatMul", "Gemm", "Conv"))
 
 
+def _is_vector(value: ir.Value) -> bool:
+    """Return whether a constant is the same for every token; tables of positions are not."""
+    return value.shape is None or all(size == 1 for size in list(value.shape)[:-1])
+
+
 def take_place(old: ir.Value, new: ir.Value) -> None:
     """Make `new` stand for `old` everywhere, under its name."""
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
@@ -136,8 +141,8 @@ class _Lowering:
         if add is None or add.op_type not in {"Add", "Sum"} or len(add.inputs) != 2:
             taken = add is not None and add.op_type in PLAIN
             return None, "another norm took the add in" if taken else "no residual add stands before it"
-        if any(v is None or v.const_value is not None for v in add.inputs):
-            return None, "what is added before it is a constant, no residual"
+        if any(v is None or v.const_value is not None and _is_vector(v) for v in add.inputs):
+            return None, "what is added before it is a constant vector, no residual"
         if x.shape is None or len(x.shape) not in (2, 3):
             rank = "unknown" if x.shape is None else len(x.shape)
             return None, f"Skip* operators take ranks 2 and 3, and the sum's is {rank}"

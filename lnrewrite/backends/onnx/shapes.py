@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from .norms import CONTRIB
+from .widths import told_by_gains
 
 LIKE_FIRST = {
     ("", "LayerNormalization"): 3, ("", "SimplifiedLayerNormalization"): 2, (CONTRIB, "FastGelu"): 2,
@@ -20,11 +21,14 @@ LIKE_FIRST = {
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Fill in the shapes and types that a model's values lack, where onnx's own inference finds them."""
+    """Fill in the shapes and types that a model's values lack, where onnx's own inference, or a gain, tells them."""
     if all(v.shape is not None and v.dtype is not None for node in model.graph for v in node.outputs):
         return
     with _meanings(model), _products(model.graph):
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+        again = True
+        while again:
+            ShapeInferencePass(check_type=False, strict_mode=False)(model)
+            again = told_by_gains(model.graph)
 
 
 def infer_types(model: ir.Model) -> None:

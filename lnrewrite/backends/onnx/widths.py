@@ -1,0 +1,77 @@
+"""Tell how wide a normalized value is by the gain behind it, where nothing else does.
+
+    x [.., ?] -> (x - mean(x)) / sqrt(var(x) + eps) -> * gain [N]    ->    x [.., N]
+
+A reshape to a computed shape leaves sizes open. What is reduced over its last axis, kept as one, and multiplied by N
+numbers after nothing but arithmetic of its own is as wide as they are: of one number a norm leaves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+OWN = {"Sub", "Div", "Mul", "Cast"}
+OPERATORS = {"LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"}
+REDUCED = {"ReduceMean", "ReduceSumSquare", "ReduceL2"}
+STEPS = 6
+"""How many steps lie between a norm's input and its gain, at most."""
+
+
+def told_by_gains(graph: ir.Graph) -> bool:
+    """Write the widths that gains tell into the shapes of what is normalized; return whether there were any."""
+    found = False
+    for node in graph:
+        x = _normalized(node)
+        if x is None or x.shape is None or not len(x.shape) or isinstance(x.shape[-1], int) or not _last(node, x):
+            continue
+        whole = node.op_type in OPERATORS and node.inputs[1] is not None
+        widths = set(_vector(node.inputs[1]) if whole else _gains(x, STEPS))
+        if len(widths) == 1:
+            x.shape = ir.Shape([*list(x.shape)[:-1], widths.pop()])
+            found = True
+    return found
+
+
+def _normalized(node: ir.Node) -> ir.Value | None:
+    """Return what a norm's operator reads, or what a reduction is over or over the squares of."""
+    if node.op_type in OPERATORS and len(node.inputs) > 1:
+        return node.inputs[0]
+    return _unsquared(node.inputs[0]) if node.op_type in REDUCED and node.inputs else None
+
+
+def _unsquared(x: ir.Value | None) -> ir.Value | None:
+    """Return what a value is the square of, else the value."""
+    node = x.producer() if x is not None else None
+    squares = node is not None and (node.op_type == "Pow" or node.op_type == "Mul" and node.inputs[0] is node.inputs[1])
+    return node.inputs[0] if node is not None and squares else x
+
+
+def _last(node: ir.Node, x: ir.Value) -> bool:
+    """Return whether statistics are over the last axis alone, and a reduction keeps it."""
+    axes = list(node.attributes.get_ints("axes", ()))
+    if len(node.inputs) > 1 and node.inputs[1] is not None:
+        held = ir.convenience.get_const_tensor(node.inputs[1])
+        axes = [] if held is None else [int(axis) for axis in held.numpy().reshape(-1)]
+    rank = len(x.shape or ())
+    if node.op_type in OPERATORS:
+        return node.attributes.get_int("axis", -1) in (-1, rank - 1)
+    return [axis % rank for axis in axes] == [rank - 1] and node.attributes.get_int("keepdims", 1) == 1
+
+
+def _gains(value: ir.Value, steps: int) -> Iterator[int]:
+    """Yield how many numbers the vectors have that a value is multiplied by, through arithmetic of its own."""
+    for user, place in value.uses():
+        if user.op_type not in OWN or user.domain or not steps or place and user.op_type == "Div":
+            continue
+        other = next((v for i, v in enumerate(user.inputs) if i != place), None)
+        vector = list(_vector(other)) if user.op_type == "Mul" else []
+        yield from vector or _gains(user.outputs[0], steps - 1)
+
+
+def _vector(value: ir.Value | None) -> Iterator[int]:
+    """Yield how many numbers a vector of several has."""
+    sizes = list(value.shape) if value is not None and value.shape is not None else []
+    if len(sizes) == 1 and isinstance(sizes[0], int) and sizes[0] > 1:
+        yield sizes[0]
