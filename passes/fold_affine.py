@@ -121,7 +121,7 @@ def _blocked(name: str, site: Site) -> Iterator[Refusal]:
     """Yield what stands in the way of folding, most telling first."""
     if hidden := [tap for tap in site.taps if tap in {"linear", "matmul", "mm", "bmm", "conv"}]:
         why = f"it is read by a {hidden[0]} whose weights are quantized, adapted or computed"
-        yield Refusal(Code.LN104, name, why, "dequantize or merge the weights first")
+        yield Refusal(Code.LN104, name, why, "dequantize or merge the weights, or run propagate-constants, first")
     if site.taps or not site.readers:
         what = f"{site.taps[0]} also reads it" if site.taps else "no linear map reads it"
         yield Refusal(Code.LN101, name, f"{what}, so its gain and bias cannot be folded")

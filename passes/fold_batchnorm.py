@@ -13,7 +13,6 @@ from lnrewrite.ir import (
     Edit,
     Exactness,
     FoldReader,
-    Freeze,
     Operation,
     Proposal,
     ScaleWriter,
@@ -36,9 +35,7 @@ class FoldBatchnorm(Pass):
         a (W h + c) + s  =  (diag(a) W) h + (a c + s)               before it
         W (a x + s) + c  =  (W diag(a)) x + (c + W s)               behind it
 
-    RepBN, the batch norm of x plus eta x, is such a map too. A weight that is computed from parameters (weight
-    standardization, sigma-reparametrization) is constant then: it is computed once, in float64, and stored. Linears
-    that were out of sight before are seen by the next pass.
+    RepBN, the batch norm of x plus eta x, is such a map too.
 
     Before::
 
@@ -58,8 +55,7 @@ class FoldBatchnorm(Pass):
     Refuses one whose neighbours are shared (LN102), are no linear maps or have other readers (LN104), or have no place
     for the shift, as a padded convolution behind it (LN103). Statistics of the batch itself are no constants (LN111).
 
-    Source: the usual folding of batch norm; RepBN of SLAB (arXiv 2405.11582), weight
-    standardization (1903.10520), sigma-reparam (2303.06296).
+    Source: the usual folding of batch norm; RepBN of SLAB (arXiv 2405.11582).
     """
 
     name: ClassVar[str] = "fold-batchnorm"
@@ -86,9 +82,6 @@ class FoldBatchnorm(Pass):
                 operations = () if site in folded else ways[0]  # parallel blocks may hold one norm
                 edits.append(Edit(place.target, (*operations, gone)))
                 folded.add(site)
-        if not stream.width and context.network.computed:
-            weights = tuple(Freeze(node) for node in context.network.computed)
-            edits.append(Edit(stream.blocks[0].name, weights, note=f"{len(weights)} computed weights stored"))
         return Proposal(tuple(edits), refusals=tuple(refusals), vectors=vectors, otherwise="not a batch norm")
 
 

@@ -75,6 +75,9 @@ class Editor(Protocol[Handle]):
     def rows(self, param: str, axis: int) -> Iterator[Floats]:
         """Yield a parameter's present values piece by piece along its other axes: [..., size of axis]."""
 
+    def worked_out(self, name: str) -> Floats:
+        """Return the value of a node that parameters alone decide, computed in float64 by running what computes it."""
+
     def transform(self, param: str, axis: int | None, change: Change) -> None:
         """Replace values by change(values), sooner or later: `change` sees [..., size of axis] or, for None, all flat.
 

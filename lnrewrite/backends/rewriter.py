@@ -8,13 +8,13 @@ from typing import Generic, NoReturn, assert_never
 
 import numpy as np
 
-from ..detect.arithmetic import evaluate
 from ..detect.graph import OpGraph
 from ..detect.proving import unit
 from ..ir import (
     Affine,
     Array,
     Block,
+    Bypass,
     Center,
     DropScale,
     Edit,
@@ -86,6 +86,8 @@ class Rewriter(Generic[Handle]):
                     self.editor.untie(self.editor.value(linear.node), linear.param, f"{linear.param}_untied")
                 case Freeze():
                     self.freeze(operation)
+                case Bypass():
+                    self.stand_in(operation.node, operation.kept)
                 case Affine() | DropScale():
                     self.fail("unknown block")
                 case _:
@@ -220,14 +222,17 @@ class Rewriter(Generic[Handle]):
             self.wiring.redirect(self.wiring.skip(block), self.wiring.stand(block.anchor.state))
             return
         name = op.scale.node
-        source = next(n for n in self.view[name].data if n not in self.view.constant)
+        self.stand_in(name, next(n for n in self.view[name].data if n not in self.view.constant))
+
+    def stand_in(self, name: str, source: str) -> None:
+        """Let what reads one value read another."""
         old, new = self.wiring.stand(name), self.wiring.stand(source)
         self.wiring.redirect(self.editor.readers(old), new)
         self.wiring.supersede(name, old, new)
 
     def freeze(self, op: Freeze) -> None:
-        """Run what computes a weight, in float64, and let its readers read the result."""
-        values, old = evaluate(self.view, op.node, self.editor.read), self.editor.value(op.node)
+        """Store what computes a weight gives, and let its readers read that."""
+        values, old = self.editor.worked_out(op.node), self.editor.value(op.node)
         first = next(n for n in self.view.parameters if self.view.reaches(n, op.node))
         name = self.create(f"{self.view[first].attrs['param']}_frozen", values, old)
         self.wiring.redirect(self.editor.readers(old), self.editor.parameter(name, old))

@@ -129,41 +129,12 @@ def constants(graph: OpGraph, ops: Iterable[Op]) -> list[str]:
     return list(dict.fromkeys(n for op in ops for n in op.data if n in graph.constant))
 
 
-def constant(graph: OpGraph, name: str) -> tuple[list[Op], list[str]] | None:
-    """Return the ops, in order, that compute a constant value from parameters, and those parameters' nodes.
-
-    None where one of the ops has no rule here, or a parameter is stored as anything but plain floating point.
-    """
-    seen: set[str] = set()
-    todo = [name]
-    while todo:
-        value = todo.pop()
-        op = graph[value]
-        plain = op.kind == "param" and op.dtype in {"float64", "float32", "float16", "bfloat16"}
-        if not plain and (op.kind not in RUN or not op.data):
-            return None
-        if value not in seen:
-            seen.add(value)
-            todo += op.data
-    ordered = [graph[n] for n in sorted(seen, key=graph.index.__getitem__)]
-    return [o for o in ordered if o.kind != "param"], [o.name for o in ordered if o.kind == "param"]
-
-
-def evaluate(graph: OpGraph, name: str, read: Callable[[str], Floats]) -> Floats:
-    """Return a constant value in float64, computed from parameters that `read` gives. Raise Unknown where it cannot."""
-    found = constant(graph, name)
-    if found is None:
-        raise Unknown(name)
-    ops, params = found
-    return run(ops, {n: read(str(graph[n].attrs["param"])) for n in params}, name)
-
-
 def affine(graph: OpGraph, start: str, end: str, read: Callable[[str], Floats]) -> tuple[Floats, Floats]:
     """Return (a, s), one number per channel each, of a piece that computes a x + s along axis 1; Unknown where not."""
     ops = closure(graph, start, end)
     if ops is None:
         raise Unknown(end)
-    values = {n: evaluate(graph, n, read) for n in constants(graph, ops)}
+    values = {n: read(str(graph[n].attrs.get("param", n))) for n in constants(graph, ops)}
     rank = len(graph[start].shape or ())
     shape = [1, graph.width(start, 1 - rank)] + [1] * (rank - 2)
     at = [run(ops, {**values, start: np.full(shape, x)}, end).reshape(-1) for x in (0.0, 1.0)]

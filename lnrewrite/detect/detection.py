@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ..ir import Network
 from .chains import chains
-from .edges import computed
+from .constants import computed, gates
 from .graph import OpGraph
 from .joins import find_joins, nearest_miss
 from .lookalikes import placed
@@ -49,4 +49,5 @@ def detect(graph: OpGraph) -> Detection:
     elsewhere = sites.elsewhere()
     skips = {op.name for join in joins for op in graph.between(join.root, join.skip)}  # barriers tell of these
     odd = (placed(graph, row, streams) for row in unknown if row.site not in skips)
-    return Detection(Network(streams, elsewhere, (*odd, *refusals), tuple(dict.fromkeys(computed(graph)))), norms)
+    held = tuple(dict.fromkeys(computed(graph, norms.values()))), tuple(gates(graph, norms.values()))
+    return Detection(Network(streams, elsewhere, (*odd, *refusals), *held), norms)

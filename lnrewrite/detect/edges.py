@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ..ir import Linear
-from .arithmetic import constant
 from .graph import CASTS, SHAPE, Op, Operand, OpGraph
 
 PRODUCTS = frozenset({"matmul", "mm", "bmm"})
@@ -109,22 +108,7 @@ def _numbers(graph: OpGraph, name: str) -> int:
     return prod(d for d in graph[name].shape or () if isinstance(d, int))
 
 
-def computed(graph: OpGraph) -> Iterator[str]:
-    """Yield the weights and biases of linear maps, the gains and biases of norms, that are computed from parameters.
-
-    By rules that can be run here, so that they can be computed once and stored.
-    """
-    for op in graph:
-        if op.kind in PRODUCTS | {"linear", "conv", "layer_norm", "rms_norm"}:
-            for name in op.inputs[1:3]:
-                vector = isinstance(name, str) and len(graph[name].shape or ()) < 2
-                held = isinstance(name, str) and name in graph.constant
-                whole = held and (_bias(graph, name) if vector else parameter(graph, name, -1)) is not None
-                if isinstance(name, str) and held and not whole and constant(graph, name) is not None:
-                    yield name
-
-
-def _bias(graph: OpGraph, name: Operand) -> str | None:
+def whole_vector(graph: OpGraph, name: Operand) -> str | None:
     """Return the parameter that is a linear map's bias, whole and one number for each output."""
     found = parameter(graph, name, -1)
     shape = graph[name].shape or () if isinstance(name, str) else ()
@@ -138,7 +122,7 @@ def _linear(graph: OpGraph, op: Op, weight: Operand, axis: int, exact: bool, wri
         return None
     param, place, whole = found
     bias = op.inputs[2] if len(op.inputs) > 2 and op.kind not in {"bmm", "mm"} else None
-    named = _bias(graph, bias)
+    named = whole_vector(graph, bias)
     if writes and bias is not None and named is None:
         return None
     exact = exact and whole and (bias is None or named is not None)

@@ -55,10 +55,19 @@ class Op:
 
 
 class OpGraph:
-    """Hold ops in topological order, aliases collapsed: `alias[name]` is the value a no-op stands for."""
+    """Hold ops in topological order, aliases collapsed: `alias[name]` is the value a no-op stands for.
 
-    def __init__(self, ops: Mapping[str, Op], alias: Mapping[str, str], outputs: tuple[str, ...]) -> None:
-        self.ops, self.alias, self.outputs = dict(ops), dict(alias), outputs
+    `fixed` are the nodes that stored floating point numbers alone decide: no input, no size of one, no chance.
+    """
+
+    def __init__(
+        self,
+        ops: Mapping[str, Op],
+        alias: Mapping[str, str],
+        outputs: tuple[str, ...],
+        fixed: frozenset[str] = frozenset(),
+    ) -> None:
+        self.ops, self.alias, self.outputs, self.fixed = dict(ops), dict(alias), outputs, fixed
         self.index = {name: i for i, name in enumerate(self.ops)}
 
     def __getitem__(self, name: str) -> Op:

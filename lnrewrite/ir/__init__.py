@@ -3,6 +3,7 @@
 from .edits import (
     Affine,
     Array,
+    Bypass,
     Center,
     DropScale,
     Edit,
@@ -24,7 +25,7 @@ from .edits import (
     Vectors,
 )
 from .network import Block, Network, Stream, site_name, sums
-from .parts import Anchor, Barrier, Kind, Linear, Norm, Placement, Scale, ScalePair, Side, Site, Where
+from .parts import Anchor, Barrier, Gate, Kind, Linear, Norm, Placement, Scale, ScalePair, Side, Site, Where
 
 __all__ = [
     "Affine",
@@ -32,6 +33,7 @@ __all__ = [
     "Array",
     "Barrier",
     "Block",
+    "Bypass",
     "Center",
     "DropScale",
     "Edit",
@@ -39,6 +41,7 @@ __all__ = [
     "FoldReader",
     "Freeze",
     "Gain",
+    "Gate",
     "Kind",
     "Linear",
     "Network",

@@ -192,7 +192,15 @@ class Freeze:
     node: str
 
 
-Operation = SetNorm | FoldReader | ScaleWriter | Affine | DropScale | Normalize | Untie | Freeze
+@dataclass(frozen=True, slots=True)
+class Bypass:
+    """Let what reads a node read another one, which gives the same."""
+
+    node: str
+    kept: str
+
+
+Operation = SetNorm | FoldReader | ScaleWriter | Affine | DropScale | Normalize | Untie | Freeze | Bypass
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +244,7 @@ class Proposal:
             named |= {edit.target} if block and not block.sites else set()
         owners = {site_name(b, s): b.name for b in stream.blocks for s in b.sites}
         wanted = [name for name, _ in stream.sites()] + [b.name for b in stream.blocks if not b.sites]
+        wanted = wanted if stream.width else [n for n, _ in stream.sites()]
         silent = [n for n in wanted if named.isdisjoint({n, owners.get(n, n), stream.name})]
         rows = (*self.not_applicable, *((name, self.otherwise) for name in silent))
         return replace(self, not_applicable=rows, otherwise="")

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ..errors import Refusal
-from .parts import Anchor, Barrier, Linear, Placement, Scale, ScalePair, Side, Site, Where
+from .parts import Anchor, Barrier, Gate, Linear, Placement, Scale, ScalePair, Side, Site, Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +165,15 @@ def sums(stream: Stream) -> list[list[Block]]:
 class Network:
     """Hold all that was seen in one model: its streams, norms that are on no stream, and what was not understood.
 
-    `computed` names the nodes that compute a linear map's weight from parameters (weight standardization).
+    `computed` names the nodes that compute a weight or a factor from parameters alone (weight standardization),
+    `gates` are the constant factors that may do nothing.
     """
 
     streams: tuple[Stream, ...] = ()
     elsewhere: tuple[Site, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     computed: tuple[str, ...] = field(default=(), compare=False)
+    gates: tuple[Gate, ...] = field(default=(), compare=False)
 
     @property
     def blocks(self) -> tuple[Block, ...]:

@@ -158,6 +158,19 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """Say that a node gives its operand `kept` where the constant `by` (a number, or its node) is `idle` throughout.
+
+    x * 1 is x; x + 0 f is x for every finite f.
+    """
+
+    node: str
+    kept: str
+    by: float | str
+    idle: float
+
+
+@dataclass(frozen=True, slots=True)
 class Barrier:
     """Name an operator `op` at an edge of a block which no linear edit passes."""
 

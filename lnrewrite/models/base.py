@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..backends.running import Runnable, as_runnable
 from ..comparison.proving import Evidence
 from ..comparison.verifying import drift
-from ..detect.arithmetic import Floats, Unknown, affine, evaluate
+from ..detect.arithmetic import Floats, Unknown, affine
 from ..detect.detection import Detection, detect
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
@@ -90,6 +90,10 @@ class GraphModel(Exportable, Generic[StoredT]):
     @abstractmethod
     def _array(self, held: StoredT) -> Floats:
         """Return what `_held` gave as a float64 numpy array."""
+
+    @abstractmethod
+    def _worked_out(self, name: str) -> Floats:
+        """Return the value of a node that stored numbers alone decide, computed in float64."""
 
     @abstractmethod
     def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Tensor]:
@@ -172,12 +176,10 @@ class GraphModel(Exportable, Generic[StoredT]):
         Raises LnrewriteError LN105 where a node computes them in a way that cannot be followed.
         """
         if self._held(param) is None and param in self.graph.constant:
-            try:
-                return evaluate(self.graph, param, self.values)
-            except Unknown as why:
-                raise LnrewriteError(
-                    Code.LN105, param, f"lnrewrite cannot evaluate {why}", "store it as a parameter"
-                ) from why
+            if param not in self.graph.fixed:
+                why = "it depends on the sizes of inputs, or on stored integers"
+                raise LnrewriteError(Code.LN105, param, why, "store it as a parameter")
+            return self._worked_out(param)
         return self._array(self._known(param))
 
     @abstractmethod

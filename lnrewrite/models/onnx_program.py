@@ -24,7 +24,7 @@ from ..backends.onnx.file import ONE_FILE, bytes_of, check_finite, read, stamp
 from ..backends.onnx.inputs import drawn, example_inputs, spec_of_model
 from ..backends.onnx.lift import lift
 from ..backends.onnx.norms import RMS
-from ..backends.onnx.session import OnnxModule, load, runnable
+from ..backends.onnx.session import OnnxModule, load, runnable, worked_out
 from ..backends.outputs import Outputs, apart
 from ..backends.rewriter import Rewriter
 from ..comparison.proving import FLOOR, Evidence, gathered, unexplained
@@ -171,6 +171,9 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
 
     def _array(self, held: ir.TensorProtocol) -> Floats:
         return held.numpy().astype("float64")
+
+    def _worked_out(self, name: str) -> Floats:
+        return worked_out(self.model, name)
 
     def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
         found = self.module().watch(wanted, **self._by_name(batch))

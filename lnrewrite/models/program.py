@@ -20,7 +20,7 @@ from ..backends.torch.editor import FxEditor
 from ..backends.torch.fixed import fixed_paths
 from ..backends.torch.lift import lift
 from ..backends.torch.module import Called, CapturedModule, stored, with_plain_outputs
-from ..backends.torch.widened import is_narrow
+from ..backends.torch.widened import is_narrow, worked_out
 from ..comparison.proving import Evidence, away, evidence
 from ..detect.arithmetic import Floats
 from ..detect.graph import OpGraph
@@ -109,6 +109,9 @@ class Program(GraphModel[torch.Tensor]):
 
     def _array(self, held: torch.Tensor) -> Floats:
         return held.detach().double().cpu().numpy()
+
+    def _worked_out(self, name: str) -> Floats:
+        return self._array(worked_out(self._capture.module, name))
 
     def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
         return calibration.recorder(self._capture.module)(batch, wanted)

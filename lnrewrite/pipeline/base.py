@@ -96,7 +96,7 @@ def _check(text: str, stream: Stream, proposal: Proposal) -> None:
     if stream.name in named:
         return
     for name, held in sites.items():
-        if name not in named and not (held and held <= named):
+        if name not in named and not (held <= named if held else not stream.width):
             silent = min(held - named, default=name)
             raise RuntimeError(f"{text} does not mention {silent!r}: a site is edited, refused or not applicable")
     for end, site in ends.items():

@@ -99,9 +99,9 @@ class Turn(Generic[M]):
 
     def proposals(self, item: Proposer) -> list[tuple[Stream, Proposal]]:
         """Ask a pass what it wants of each stream, and of what belongs to none where it edits that too."""
-        everywhere = (
-            isinstance(item, Pass) and item.everywhere and bool(self.network.elsewhere or self.network.computed)
-        )
+        network = self.network
+        beside = bool(network.elsewhere or network.computed or network.gates)
+        everywhere = isinstance(item, Pass) and item.everywhere and beside
         streams = (*self.network.streams, self.network.rest) if everywhere else self.network.streams
         return [(stream, proposed(item, stream, self.context)) for stream in streams]
 

@@ -14,6 +14,7 @@ import numpy as np
 from ..ir import (
     Affine,
     Block,
+    Bypass,
     Center,
     DropScale,
     FoldReader,
@@ -110,7 +111,7 @@ def _operate(machine: Machine, target: str, operation: Operation, resolve: Resol
             left = linear.uses - 1
             stream = _linears(stream, lambda r: replace(r, uses=left) if r.param == linear.param else r)
             return replace(machine, stream=stream, params={**machine.params, name: machine.params[linear.param]})
-        case Freeze():  # the machine has no computed weights
+        case Freeze() | Bypass():  # the machine computes no weights and has no gates
             return machine
         case _:
             assert_never(operation)

@@ -24,6 +24,7 @@ PIPELINES = {
     "rotate": "fold-affine{final=true},rotate-stream",
     "scales": "absorb-scales",
     "batch norm": "fold-batchnorm",
+    "constants": "propagate-constants",
     "embedding": "untie,fold-embedding-norm,merge-norms",
     "sizes": "place{to=pre keep-sizes}",
 }

@@ -16,6 +16,7 @@ from ...ir import Kind, Norm
 from ..editor import Use
 from ..values import Change, Floats, changed, pieces
 from .norms import Attributes, cast, constant, resemble, write_norm
+from .session import worked_out
 
 BIASED = {"Gemm", "Conv", "ConvTranspose"}
 """Linear maps that take a bias as their third input."""
@@ -195,6 +196,10 @@ class OnnxEditor:
             yield piece.astype(np.float64)
         del piece
         _release(tensor)
+
+    def worked_out(self, name: str) -> Floats:
+        """Return the value of a node that initializers alone decide."""
+        return worked_out(self.model, name)
 
     def transform(self, param: str, axis: int | None, change: Change) -> None:
         """Replace an initializer's values when they are next read: nothing is loaded now, nothing kept then."""

@@ -15,6 +15,8 @@ DTYPES = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}
 FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 INTEGERS = {ir.DataType.INT64, ir.DataType.INT32}
 PRODUCTS = {"matmul", "linear"}
+DRAWN = re.compile("^(Random|Bernoulli|Multinomial)")
+"""Operators that draw random numbers."""
 
 
 def lift(model: ir.Model) -> OpGraph:
@@ -36,6 +38,7 @@ class _Lift:
         self.alias: dict[str, str] = {}
 
     def view(self) -> OpGraph:
+        fixed = {name(v) for v in self.graph.initializers.values() if v.dtype in FLOATS or literal(v) is not None}
         for value in self.graph.inputs:
             if value.const_value is None:
                 self.add(value, "input")
@@ -44,8 +47,12 @@ class _Lift:
                 self.add(value, "param" if value.dtype in FLOATS else "const", param=name(value))
         for node in self.graph:
             self.node(node)
+            if not DRAWN.search(node.op_type) and all(
+                v is None or name(v) in fixed for v in (*node.inputs, *captured(node))
+            ):
+                fixed |= {name(v) for v in node.outputs}
         outputs = tuple(n for v in self.graph.outputs if isinstance(n := self.operand(v), str))
-        return OpGraph(self.living(outputs), self.alias, outputs)
+        return OpGraph(self.living(outputs), self.alias, outputs, frozenset(fixed))
 
     def living(self, outputs: tuple[str, ...]) -> dict[str, Op]:
         """Return the ops without those that nothing reads, such as the transposes that linear maps took in."""

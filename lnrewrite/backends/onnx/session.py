@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import torch
+from numpy.typing import NDArray
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor
 
 from ...errors import Code, LnrewriteError
@@ -32,6 +34,17 @@ TORCH = {
     ir.DataType.BOOL: torch.bool, ir.DataType.INT8: torch.int8, ir.DataType.UINT8: torch.uint8,
     ir.DataType.INT16: torch.int16,
 }  # fmt: skip
+
+
+def worked_out(model: ir.Model, name: str) -> NDArray[np.float64]:
+    """Return the value in float64 of what initializers alone decide, by running what computes it."""
+    part = model.clone()
+    end = ir.convenience.create_value_mapping(part.graph, include_subgraphs=False)[name]
+    part.graph.inputs.clear()
+    part.graph.outputs.clear()
+    part.graph.outputs.append(end)
+    RemoveUnusedNodesPass()(part)
+    return OnnxModule(doubled(part), "float64")()[name].double().numpy()
 
 
 class OnnxModule(Runnable, torch.nn.Module):

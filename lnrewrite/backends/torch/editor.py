@@ -16,6 +16,7 @@ from ..editor import Use
 from ..values import CHUNK, Change, Floats
 from .module import CapturedModule, register, stored
 from .pieces import Piece
+from .widened import worked_out
 
 aten = torch.ops.aten
 BIASED = {
@@ -177,6 +178,10 @@ class FxEditor:
     def rows(self, param: str, axis: int) -> Iterator[Floats]:
         """Yield a parameter's present values [..., size of axis]."""
         return map(numpy_of, pieces_of(self.tensor(param), axis))
+
+    def worked_out(self, name: str) -> Floats:
+        """Return the value of a node that parameters alone decide."""
+        return numpy_of(worked_out(self.module, name))
 
     def transform(self, param: str, axis: int | None, change: Change) -> None:
         """Replace a parameter's values in place, piece by piece."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 from torch import fx
@@ -27,6 +27,7 @@ def lift(module: fx.GraphModule) -> OpGraph:
     outputs: tuple[str, ...] = ()
     parameters: dict[str, str] = {}
     names = parameter_names(module)
+    fixed: set[str] = set()
 
     def operand(value: object) -> Operand:
         if isinstance(value, fx.Node):
@@ -36,6 +37,8 @@ def lift(module: fx.GraphModule) -> OpGraph:
 
     for node in module.graph.nodes:
         value = node.meta.get("val")
+        if _fixed(node, fixed):
+            fixed.add(node.name)
         if node.op == "output":
             flat = [operand(n) for n in node.all_input_nodes]
             outputs = tuple(n for n in flat if isinstance(n, str))
@@ -55,7 +58,24 @@ def lift(module: fx.GraphModule) -> OpGraph:
                 alias[node.name] = source
             else:
                 ops[node.name] = op
-    return OpGraph(ops, alias, outputs)
+    return OpGraph(ops, alias, outputs, frozenset(fixed))
+
+
+def _fixed(node: fx.Node, fixed: Container[str]) -> bool:
+    """Return whether stored floating point numbers alone decide what a node gives."""
+    value = node.meta.get("val")
+    if node.op == "get_attr" or not node.all_input_nodes:
+        return (
+            node.op != "placeholder"
+            and isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and not _drawn(node)
+        )
+    return node.op == "call_function" and all(n.name in fixed for n in node.all_input_nodes) and not _drawn(node)
+
+
+def _drawn(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def parameter_names(module: torch.nn.Module) -> dict[str, str]:

@@ -97,6 +97,19 @@ class Widened(fx.Interpreter):
         return _wide(value) if self.wide else value
 
 
+def worked_out(module: CapturedModule, name: str) -> torch.Tensor:
+    """Return the value in float64 of a node that stored numbers alone decide, by running what computes it."""
+    end = next(node for node in module.graph.nodes if node.name == name)
+    needed, runs = {end}, Widened(module)
+    for node in reversed(module.graph.nodes):
+        needed.update(node.all_input_nodes if node in needed else ())
+    with torch.no_grad():
+        for node in (n for n in module.graph.nodes if n in needed):
+            runs.env[node] = runs.run_node(node)
+    value: torch.Tensor = runs.env[end]
+    return value
+
+
 def _jittered(value: torch.Tensor, bit: float, seed: int) -> torch.Tensor:
     """Return a tensor with each number moved by up to `bit` / 2 of itself, made piece by piece for memory."""
     draw, moved = torch.Generator().manual_seed(seed), value.clone(memory_format=torch.contiguous_format)
