@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from lnrewrite.algebra.placement import WRITABLE, Conversion, switches, usual_norm
 from lnrewrite.algebra.sizes import keep_sizes
 from lnrewrite.errors import Code, Refusal
-from lnrewrite.ir import Block, Exactness, Placement, Proposal, Side, Stream, Where
+from lnrewrite.ir import Block, Exactness, Kind, Placement, Proposal, Side, Stream, Where
 from lnrewrite.pipeline import Context, Pass
 
 WANTED = {
@@ -165,10 +165,11 @@ def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
         return Refusal(
             Code.LN110, block.name, "the norm inside its branch would stay", "choose pre, post, peri or output"
         )
+    if any(s.norm.fixed for s in block.sites):
+        return Refusal(Code.LN111, block.name, "its norm divides by one number", "run settle-norms first")
     if any(s.norm.kind not in WRITABLE for s in lost):
-        return Refusal(
-            Code.LN111, block.name, f"a {lost[0].norm.kind} norm cannot be moved", "choose a placement that keeps it"
-        )
+        remedy = "run settle-norms first" if lost[0].norm.kind is Kind.L2 else "choose a placement that keeps it"
+        return Refusal(Code.LN111, block.name, f"a {lost[0].norm.kind} norm cannot be moved", remedy)
     if Where.IN in switched and (sum(s.where is Where.IN for s in block.sites) > 1 or block.barrier(Side.RAW)):
         return Refusal(
             Code.LN110,

@@ -56,9 +56,9 @@ def wired(seed: int, gate: float) -> tuple[Wired, Tensor]:
     return module.double().eval(), torch.randn(2, TOKENS, WIDTH).double()
 
 
-def saved(module: nn.Module, x: Tensor, path: Path) -> str:
-    """Write a model as ONNX in which constants are computed, as exporters without an optimizer do."""
-    written = torch.onnx.export(module, (x,), dynamo=True, optimize=False)
+def saved(module: nn.Module, x: Tensor, path: Path, optimize: bool = False) -> str:
+    """Write a model as ONNX; constants are computed in it, unless an optimizer has folded them."""
+    written = torch.onnx.export(module, (x,), dynamo=True, optimize=optimize)
     assert written is not None
     written.save(path)
     return str(path)

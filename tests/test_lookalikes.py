@@ -35,7 +35,7 @@ NOTED: dict[str, Rule] = {
     "erf": lambda n, x: torch.erf(n.scale * x + n.shift) * n.gain + n.bias,
     "arctan": lambda n, x: n.gain * torch.atan(n.scale * x),
     "softsign": lambda n, x: n.bias + n.gain * (n.scale * x / (1 + (n.scale * x).abs())),
-    "a fixed deviation": lambda n, x: (x - x.mean(-1, keepdim=True)) / 1.7 * n.gain + n.bias,
+    "stored deviations": lambda n, x: (x - x.mean(-1, keepdim=True)) / n.bias * n.gain,
     "a slope a channel": lambda n, x: torch.tanh(n.bias * x) * n.gain,
 }
 QUIET: dict[str, Rule] = {
@@ -54,6 +54,7 @@ QUIET: dict[str, Rule] = {
     "a learned slope": lambda n, x: F.relu(n.scale * x) * n.gain,
     "mixed gains": lambda n, x: x * (torch.sigmoid(n.scale * x.sum(-1, True) + n.shift) * n.gain + n.bias),
     "centred": lambda n, x: n.up(x - x.mean(-1, keepdim=True)),
+    "a fixed deviation": lambda n, x: (x - x.mean(-1, keepdim=True)) / 1.7 * n.gain + n.bias,
     "known": lambda n, x: F.layer_norm(x * rms(x) * n.gain, (WIDTH,)) * F.silu(n.up(x)),
 }
 

@@ -18,7 +18,7 @@ from .graph import CASTS, Op, Operand, OpGraph
 from .lookalikes import lookalikes
 from .match import NormMatch
 from .proving import REDUCTIONS, Prover
-from .static_norms import dynamic_tanh, standardized, stored
+from .static_norms import centered, dynamic_tanh, standardized, stored
 
 FUSED = {
     "layer_norm": Kind.LAYER, "rms_norm": Kind.RMS, "batch_norm": Kind.BATCH, "group_norm": Kind.GROUP,
@@ -62,6 +62,7 @@ def find_norms(graph: OpGraph) -> tuple[Mapping[str, NormMatch], tuple[Refusal, 
             found[whole.output] = whole
             taken |= whole.members
     found |= {f.output: f for f in standardized(graph)}
+    found |= {f.output: f for f in (_with_affine(graph, each) for each in centered(graph, taken)) if f.norm.gamma}
     members = frozenset[str]().union(*(f.members for f in found.values()))
     odd = ((name, "; ".join(filter(None, (why, misses.get(name))))) for name, why in lookalikes(graph, members))
     return found, tuple(Refusal(Code.LN205, name, why, UNKNOWN) for name, why in odd)
@@ -188,8 +189,8 @@ def _with_affine(graph: OpGraph, core: NormMatch) -> NormMatch:
         width = graph.width(op.name, core.axis)
         if op.kind in CASTS:
             pass
-        elif op.kind == "mul" and norm.kind is Kind.L2 and norm == core.norm and isinstance(other, (int, float)):
-            norm = replace(norm, factor=float(other))
+        elif op.kind in {"mul", "div"} and norm == core.norm and (by := _number(op, output, norm.kind)):
+            norm = replace(norm, factor=by)
         elif op.kind == "mul" and not norm.gamma and not norm.beta and graph.is_channel_vector(other, width, core.axis):
             norm = _with_gain(graph, norm, other)
         elif op.kind == "add" and not norm.beta and graph.is_channel_vector(other, width, core.axis):
@@ -205,6 +206,14 @@ def _with_affine(graph: OpGraph, core: NormMatch) -> NormMatch:
         output = op.name
         members.add(output)
     return replace(core, norm=norm, output=output, members=frozenset(members))
+
+
+def _number(op: Op, value: str, kind: Kind) -> float | None:
+    """Return the number that what an l2 norm, or a centering, gives is multiplied by."""
+    by = next((i for i in op.inputs if i != value), None)
+    if kind not in {Kind.L2, Kind.CENTERED} or not isinstance(by, (int, float)) or not by:
+        return None
+    return float(by) if op.kind == "mul" else 1 / by if op.inputs[0] == value else None
 
 
 def _beside(graph: OpGraph, name: Operand, core: NormMatch) -> set[str] | None:

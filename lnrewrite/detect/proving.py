@@ -141,7 +141,7 @@ def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Seq
             eps = CLAMPED if np.isfinite(empty).all() else 0.0
         gain = _gain(fitted, [parameters[n] for n in held])
         if gain or np.allclose(fitted, 1, rtol=1e-9):
-            return Verdict(Norm(kind, eps, factor=factor, axis=axis), gain)
+            return Verdict(Norm(kind, eps, factor=factor, variant=variant, axis=axis), gain)
     small = sorted({i for i in literal if abs(i) < 0.5})
     return Verdict(None, why=f"not layer, rms, std or l2 with any eps of {small or 'none'}")
 

@@ -6,7 +6,7 @@ norms the weight of a linear map on its way there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ..ir import Kind, Norm
 from .edges import PRODUCTS, parameter, parameter_behind
@@ -85,6 +85,20 @@ def dynamic_tanh(graph: OpGraph, op: Op) -> NormMatch | None:
         if _vector(graph, gain, axis)[0]:
             return NormMatch(Norm(Kind.TANH, 0.0, axis=axis), value, op.name, frozenset({inner.name, op.name}))
     return None
+
+
+def centered(graph: OpGraph, taken: Collection[str]) -> Iterator[NormMatch]:
+    """Yield what has its own mean taken off, outside of the norms, whose members are `taken`."""
+    for op in graph:
+        source, mean = op.inputs if op.kind == "sub" and len(op.data) == 2 and op.name not in taken else ("", "")
+        if not (isinstance(source, str) and isinstance(mean, str) and mean) or source in graph.constant:
+            continue
+        inner, rank = graph[mean], len(graph[source].shape or ())
+        own = inner.kind == "mean" and inner.data == (source,) and inner.axes and len(inner.axes) == 1
+        if own and inner.axes and inner.attrs["keepdim"] and graph.users[mean] == (op.name,):
+            axis = inner.axes[0] - rank if inner.axes[0] >= 0 else inner.axes[0]
+            if axis in (-1, 1 - rank) and graph.width(source, axis):
+                yield NormMatch(Norm(Kind.CENTERED, 0.0, axis=axis), source, op.name, frozenset({mean, op.name}))
 
 
 def standardized(graph: OpGraph) -> Iterator[NormMatch]:

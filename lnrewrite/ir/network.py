@@ -59,15 +59,18 @@ class Block:
 
     @property
     def placement(self) -> Placement:
-        """Derive the placement from the sites: a trunk norm makes it post whatever the branch holds."""
-        held = {s.where for s in self.sites}
+        """Derive the placement from the sites: a trunk norm makes it post whatever the branch holds.
+
+        A norm that divides by one number is none.
+        """
+        held = {s.where for s in self.sites if s.norm.fixed is None}
         if Where.POST in held:
             return Placement.POST
         if Where.IN in held:
             return Placement.PERI if Where.OUT in held else Placement.PRE
         if Where.OUT in held:
             return Placement.OUTPUT
-        if any(s.where is Where.INNER and s.readers and not s.taps for s in self.sites):
+        if any(s.where in held and s.where is Where.INNER and s.readers and not s.taps for s in self.sites):
             return Placement.INNER
         return Placement.NONE
 

@@ -26,7 +26,7 @@ _NORM = (
     rf"(?P<kind>\w+)\(eps=(?P<eps>[^\s)]+)(?: gamma=(?P<one>1\+)?(?P<sigil>[@%])(?P<gamma>{_NAME}))?"
     rf"(?: beta=@(?P<beta>{_NAME}))?"
     rf"(?: mean=@(?P<mean>{_NAME}))?(?: variance=@(?P<variance>{_NAME}))?(?: factor=(?P<factor>[^\s)]+))?"
-    r"(?: axis=(?P<axis>-\d+))?\)"
+    r"(?: variant=(?P<variant>\d))?(?: axis=(?P<axis>-\d+))?\)"
 )
 _SITE = re.compile(
     rf"(?P<norms>\w+\((?:{_QUOTED}|[^\")])*\)(?: over \w+\((?:{_QUOTED}|[^\")])*\))*)(?: width=(?P<width>\d+))?"
@@ -226,6 +226,7 @@ def _read_norm(rest: str) -> Norm:
         mean=mean,
         variance=variance,
         factor=float(found["factor"] or 1),
+        variant=int(found["variant"] or 0),
         axis=int(found["axis"] or -1),
         over=_read_norm(under) if under else None,
     )

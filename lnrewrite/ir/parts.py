@@ -11,7 +11,8 @@ class Kind(enum.StrEnum):
     """Describe what a norm computes over its axis: u = (x - m) / s, then u * gamma + beta.
 
     layer: m = mean, s = sqrt(var + eps). rms: m = 0, s = sqrt(mean(x^2) + eps). std: m = mean, s = std + eps.
-    l2: m = 0, s = max(|x|, eps), |x| + eps or sqrt(|x|^2 + eps). batch, group, instance: the statistics run over other
+    l2: m = 0, s = max(|x|, eps), |x| + eps or sqrt(|x|^2 + eps). centered: m = mean, s = 1 (a LayerNorm whose deviation
+    was fixed, arXiv 2409.13710). batch, group, instance: the statistics run over other
     axes than the channels. power: m = 0, s = sqrt(v + eps) for stored v (PowerNorm, arXiv 2003.07845). dynamic_tanh:
     u = tanh(a x), no statistics (DyT, arXiv 2503.10622). weight_standardised: what is normed is a weight, not a value
     (arXiv 1903.10520).
@@ -21,12 +22,19 @@ class Kind(enum.StrEnum):
     RMS = "rms"
     STD = "std"
     L2 = "l2"
+    CENTERED = "centered"
     BATCH = "batch"
     GROUP = "group"
     INSTANCE = "instance"
     POWER = "power"
     TANH = "dynamic_tanh"
     WEIGHT = "weight_standardised"
+
+
+FIXED = 1e9
+"""The eps from which on a norm divides by one number: to 6e-8, half the last bit of a float32, up to a variance of 120,
+and of 120,000 with the usual 1e12.
+"""
 
 
 class Where(enum.StrEnum):
@@ -75,8 +83,9 @@ class Norm:
     name describes (a sigmoid of a weight): then it is the name of the node that computes it and `computed` is true;
     so may `beta`.
     `mean` and `variance` name the stored statistics of a batch norm, which make it an affine map. `factor` is a number
-    that u is multiplied by before the gain (sqrt(width) behind an l2 norm). `axis` is the channels' place in what it
-    reads, counted from the end. `over` is a norm that this one reads and nothing else does: norm of norm.
+    that u is multiplied by before the gain (sqrt(width) behind an l2 norm). `variant` tells the spellings of a kind
+    apart: std 1, of the unbiased deviation; l2 1, |x| + eps; l2 2, sqrt(|x|^2 + eps). `axis` is the channels' place in
+    what it reads, counted from the end. `over` is a norm that this one reads and nothing else does: norm of norm.
     """
 
     kind: Kind
@@ -88,6 +97,7 @@ class Norm:
     mean: str | None = None
     variance: str | None = None
     factor: float = 1.0
+    variant: int = 0
     axis: int = -1
     over: Norm | None = None
 
@@ -96,6 +106,16 @@ class Norm:
             raise ValueError(f"a norm's eps must be finite and not negative, got {self.eps}")
         if self.plus_one and not self.gamma:
             raise ValueError("plus_one needs a gamma")
+
+    @property
+    def fixed(self) -> float | None:
+        """Return the number that the norm divides by whatever it reads, up to a stated bound: then it is no norm.
+
+        With eps far above the variance v, sqrt(v + eps) is sqrt(eps) but for v / (2 eps) of itself (arXiv 2409.13710).
+        """
+        if self.kind is Kind.CENTERED:
+            return 1.0
+        return math.sqrt(self.eps) if self.kind in {Kind.LAYER, Kind.RMS} and self.eps >= FIXED else None
 
 
 @dataclass(frozen=True, slots=True)

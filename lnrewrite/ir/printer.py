@@ -75,7 +75,8 @@ def _norm(norm: Norm) -> str:
     if norm.beta is not None:
         words.append(f"beta=@{_name(norm.beta)}")
     words += [f"{key}=@{_name(name)}" for key in ("mean", "variance") if (name := getattr(norm, key)) is not None]
-    words += [f"factor={norm.factor!r}"] * (norm.factor != 1) + [f"axis={norm.axis}"] * (norm.axis != -1)
+    words += [f"factor={norm.factor!r}"] * (norm.factor != 1) + [f"variant={norm.variant}"] * (norm.variant != 0)
+    words += [f"axis={norm.axis}"] * (norm.axis != -1)
     return f"{norm.kind}({' '.join(words)})" + (f" over {_norm(norm.over)}" if norm.over else "")
 
 

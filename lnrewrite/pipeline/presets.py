@@ -6,13 +6,13 @@ PRESETS = {
     "exact": ("the two passes that change least", "canonicalize,fold-affine"),
     "inference": (
         "everything exact that makes inference cheaper",
-        "propagate-constants,fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,canonicalize,"
-        "fold-affine{final=true},layernorm-to-rmsnorm",
+        "propagate-constants,settle-norms,fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,"
+        "canonicalize,fold-affine{final=true},layernorm-to-rmsnorm",
     ),
     "quantize": (
         "outlying channels spread before quantisation",
-        "untie,propagate-constants,fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,canonicalize,"
-        "fold-affine{final=true},layernorm-to-rmsnorm,rotate-stream",
+        "untie,propagate-constants,settle-norms,fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,"
+        "canonicalize,fold-affine{final=true},layernorm-to-rmsnorm,rotate-stream",
     ),
     "fp16": ("values that overflow fp16", "absorb-scales,rescale-stream{fit=fp16}"),
 }

@@ -197,9 +197,12 @@ def normalize(norm: Norm, x: Floats, params: Mapping[str, Floats]) -> Floats:
         case Kind.RMS:
             u = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + norm.eps)
         case Kind.STD:
-            u = (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + norm.eps)
+            u = (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True, ddof=norm.variant) + norm.eps)
         case Kind.L2:
-            u = x / np.maximum(np.sqrt(np.sum(x * x, -1, keepdims=True)), norm.eps)
+            size = np.sqrt(np.sum(x * x, -1, keepdims=True))
+            u = x / (np.maximum(size, norm.eps), size + norm.eps, np.sqrt(size**2 + norm.eps))[norm.variant]
+        case Kind.CENTERED:
+            u = x - x.mean(-1, keepdims=True)
         case Kind.BATCH if norm.mean and norm.variance:
             u = (x - params[norm.mean]) / np.sqrt(params[norm.variance] + norm.eps)
         case Kind.POWER if norm.variance:

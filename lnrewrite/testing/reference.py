@@ -165,6 +165,8 @@ def _put(stream: Stream, target: str, edit: SetNorm, norm: Norm | None) -> Strea
     if where in (Where.EMBEDDING, Where.FINAL):
         held = stream.final if where is Where.FINAL else stream.embedding
         site = _site(stream, None, where, norm, held)
+        if where is Where.FINAL and held and not site:
+            return replace(stream, final=None, readers=held.readers)
         return replace(stream, final=site) if where is Where.FINAL else replace(stream, embedding=site)
     block = next((b for b in stream.blocks if b.name == target), None)
     if block is None:

@@ -90,7 +90,9 @@ TOKEN_NORMS: dict[str, tuple[Factory, str, bool]] = {
     "SeeDNorm": (ruled(lambda n, x: _seed_gain(n, x) * (x * root(x))), "rms", False),
     "SeeDNorm, the gain first": (ruled(lambda n, x: _seed_gain(n, x) * x * root(x)), "", True),
     "CRMSNorm": (ruled(_crms), "", True),
-    "LayerNorm of a fixed deviation": (ruled(lambda n, x: (x - x.mean(-1, True)) / 1.7 * n.gain + n.bias), "", True),
+    "LayerNorm of a fixed deviation": (
+        ruled(lambda n, x: (x - x.mean(-1, True)) / 1.7 * n.gain + n.bias), "centered", False
+    ),
     "LayerNorm of a huge eps": (lambda width: nn.LayerNorm(width, eps=1e12), "layer", False),
     "SimpleRMSNorm": (ruled(lambda n, x: F.normalize(x, dim=-1) * math.sqrt(n.width)), "l2", False),
     "Unified Normalization": (Power, "power", False),
@@ -98,6 +100,8 @@ TOKEN_NORMS: dict[str, tuple[Factory, str, bool]] = {
     "TaperNorm": (ruled(lambda n, x: n.gain * (0.5 * x * root(x) + 0.5 * n.slope * x)), "", True),
 }  # fmt: skip
 """Norms of tokens, each with its kind, or with whether it is none that is known."""
+NONE = [TOKEN_NORMS[name][0] for name in ("LayerNorm of a fixed deviation", "LayerNorm of a huge eps")]
+"""What is written as a norm and is none."""
 
 
 class Maps(nn.Module):
@@ -335,7 +339,8 @@ def _branches() -> list[nn.Module]:
 
 
 def _token(norm: Factory, kind: str, noted: bool) -> Design:
-    return Design(lambda: Net(*stack(inn=norm), final=norm), "pre*4", norms={} if noted else {kind: 5}, noted=5 * noted)
+    net, placed = lambda: Net(*stack(inn=norm), final=norm), "none*4" if norm in NONE else "pre*4"
+    return Design(net, placed, norms={} if noted else {kind: 5}, noted=5 * noted)
 
 
 def _maps(rule: Rule, noted: int) -> Design:
