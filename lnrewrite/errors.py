@@ -71,6 +71,7 @@ class Code(StrEnum):
     LN128 = "LN128"
     LN129 = "LN129"
     LN130 = "LN130"
+    LN131 = "LN131"
     LN201 = "LN201"
     LN202 = "LN202"
     LN203 = "LN203"

@@ -229,6 +229,7 @@ class Change:
     """Represent an edit of a site."""
 
     target: str
+    bound: float = 0.0
 
 
 @dataclass(frozen=True)

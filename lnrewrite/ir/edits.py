@@ -208,13 +208,15 @@ class Edit:
     """Change one block (or a stream's end) as a whole: the norm *and* what compensates it.
 
     `target` is a block's name, or `stream.embedding` / `stream.final`. `expected` is the relative squared error that
-    the edit is expected to cause at its own site (None where it is exact) and `note` says what it rests on.
+    the edit is expected to cause at its own site (None where it is exact) and `note` says what it rests on. `bound` is
+    the relative error that an asymptotic edit states for values of size one; the proof allows for it.
     """
 
     target: str
     operations: tuple[Operation, ...]
     expected: float | None = None
     note: str = ""
+    bound: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

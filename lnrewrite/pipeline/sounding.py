@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, Protocol, Self
@@ -12,6 +12,11 @@ from ..ir import Edit, Proposal, Stream
 
 Edits = Sequence[tuple[Stream, Proposal]]
 REMEDY = "please report this model: it shows a fault of lnrewrite"
+ROOM = 10.0
+"""By how many times the error that asymptotic edits state the outputs may move."""
+
+
+UP_TO_EPS = "the identity holds up to eps, which some tokens of this model are too small for"
 
 
 class Scope(Enum):
@@ -42,12 +47,13 @@ class Provable(Protocol):
 class Witness:
     """Know what a stretch of exact passes is to compute: the program is asked before its first edit, if there is one.
 
-    `each`: prove every edit by itself instead of the whole.
+    `each`: prove every edit by itself instead of the whole. `allowed`: how far its edits may move the outputs.
     """
 
     def __init__(self, seed: int, each: bool) -> None:
         self.seed, self.each, self.called = seed, each, False
         self.evidence: object | None = None
+        self.allowed = 0.0
 
     def call(self, program: Provable) -> None:
         """Make the program say what it computes, before it is edited."""
@@ -56,12 +62,17 @@ class Witness:
 
     def hear(self, program: Provable, what: str) -> None:
         """Raise Unproved where a program computes something else than the one that was asked."""
-        if self.evidence is not None and not self.each and (error := program.away(self.evidence)):
+        if self.evidence is not None and not self.each and (error := program.away(self.evidence)) > self.allowed:
             raise Unproved(what, f"the result's outputs are {error:.1e} (relative) from the model's")
 
 
+def stated(edits: Iterable[Edit]) -> float:
+    """Return how far edits may move the outputs."""
+    return ROOM * sum(edit.bound for edit in edits)
+
+
 def sound(
-    program: Provable, wanted: Edits, label: str, evidence: object
+    program: Provable, wanted: Edits, label: str, evidence: object, allowed: float = 0.0
 ) -> tuple[list[tuple[Stream, Proposal]], tuple[Refusal, ...]]:
     """Return the edits that keep what the evidence holds, and a refusal for each that does not.
 
@@ -78,14 +89,16 @@ def sound(
             error = program.apply(with_(chosen), label)[0].away(evidence)
         except Exception as fault:
             return f"carrying it out fails with {type(fault).__name__}: {fault}"
-        return f"with it the outputs are {error:.1e} (relative) from the model's" if error else ""
+        wrong = error > allowed + stated(e for _, e in chosen)
+        return f"with it the outputs are {error:.1e} (relative) from the model's" if wrong else ""
 
     def halved(kept: list[tuple[int, Edit]], more: list[tuple[int, Edit]]) -> list[tuple[int, Edit]]:
         """Return `kept` and as many of `more` as hold up with it."""
         if not more or not (why := why_not(kept + more)):
             return kept + more
         if len(more) == 1:
-            refusals.append(Refusal(Code.LN404, more[0][1].target, why, REMEDY))
+            edit = more[0][1]
+            refusals.append(Refusal(Code.LN404, edit.target, why, UP_TO_EPS if edit.bound else REMEDY))
             return kept
         middle = len(more) // 2
         return halved(halved(kept, more[:middle]), more[middle:])

@@ -14,7 +14,7 @@ from .base import Pass, proposed
 from .feed import Feed
 from .protocols import Context, M, Proposer, Samples
 from .report import Expected, Fitted, Skipped, Step
-from .sounding import Unproved, Witness, sound
+from .sounding import Unproved, Witness, sound, stated
 from .spec import spell
 
 
@@ -78,10 +78,12 @@ class Turn(Generic[M]):
         if self.witness and wanted:
             self.witness.call(current)
             if self.witness.each and self.witness.evidence is not None:
-                wanted, wrong = sound(current, wanted, text, self.witness.evidence)
+                wanted, wrong = sound(current, wanted, text, self.witness.evidence, self.witness.allowed)
                 refusals += wrong
                 if refusals and not self.partial:
                     raise Refused(refusals)
+        if self.witness:
+            self.witness.allowed += stated(e for _, p in wanted for e in p.edits)
         count = 0
         if wanted:
             try:
