@@ -19,10 +19,11 @@ from ..backends.torch.capture import Capture, capture_module, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import CapturedModule, stored
-from ..backends.torch.widened import HALVES, Read, Widened
+from ..backends.torch.widened import HALVES, Read, Widened, worked_out
 from ..comparison.proving import Evidence, away, evidence
 from ..compat.torch import tensors_in
 from ..data.infer import given_inputs, infer_inputs
+from ..detect.arithmetic import Floats
 from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
 from ..ir import Exactness, Proposal, Stream
@@ -61,6 +62,9 @@ class StoredProgram(Program):
     def away(self, evidence: Evidence) -> float:
         """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
         return away(self.module(), evidence, self.read)
+
+    def _worked_out(self, name: str) -> Floats:
+        return self._array(worked_out(self.module(), name, self.read))
 
     def read(self, param: str) -> torch.Tensor:
         """Return a parameter's values from where they are stored."""

@@ -10,6 +10,7 @@ from torch import fx, nn
 from ..backends.torch.editor import FxEditor, numpy_of, pieces_of
 from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import CapturedModule, register
+from ..backends.torch.widened import worked_out
 from ..backends.values import Change, Floats
 from ..errors import Code, LnrewriteError
 from .shards import Stored
@@ -97,6 +98,10 @@ class StoredEditor(FxEditor):
     def rows(self, param: str, axis: int) -> Iterator[Floats]:
         """Yield a parameter's present values [..., size of axis]."""
         return map(numpy_of, pieces_of(self.store.read(self.names[param]), axis))
+
+    def worked_out(self, name: str) -> Floats:
+        """Return the value of a node that parameters alone decide."""
+        return numpy_of(worked_out(self.module, name, lambda param: self.store.read(self.names[param])))
 
     def transform(self, param: str, axis: int | None, change: Change) -> None:
         """Ask for a change of a parameter's values."""

@@ -36,14 +36,17 @@ def computed(graph: OpGraph, norms: Collection[NormMatch]) -> Iterator[str]:
 def gates(graph: OpGraph, norms: Collection[NormMatch]) -> Iterator[Gate]:
     """Yield the products with a constant that may be 1, and the sums with a term times one that may be 0.
 
-    The gains of norms are none.
+    The gains of norms are none, nor is a number that the model's code spells out and multiplies by.
     """
     members = frozenset[str]().union(*(n.members for n in norms))
     for op in graph:
         if op.name in graph.constant or op.name in members or len(op.inputs) != 2:
             continue
         if op.kind in {"mul", "div"}:
-            yield from (Gate(op.name, kept, by, 1.0) for kept, by in _products(graph, op) if _alike(graph, kept, op))
+            stored = (
+                (kept, by) for kept, by in _products(graph, op) if isinstance(by, str) and _alike(graph, kept, op)
+            )
+            yield from (Gate(op.name, kept, by, 1.0) for kept, by in stored)
         elif op.kind == "add":
             for kept, term in (op.inputs, op.inputs[::-1]):
                 if isinstance(kept, str) and isinstance(term, str) and _alike(graph, kept, op):

@@ -97,17 +97,20 @@ class Widened(fx.Interpreter):
         return _wide(value) if self.wide else value
 
 
-def worked_out(module: CapturedModule, name: str) -> torch.Tensor:
-    """Return the value in float64 of a node that stored numbers alone decide, by running what computes it."""
+def worked_out(module: CapturedModule, name: str, read: Read | None = None) -> torch.Tensor:
+    """Return the value in float64 of a node that stored numbers alone decide, by running what computes it.
+
+    read: return a parameter's values by name, for a module that was captured on the meta device.
+    """
     end = next(node for node in module.graph.nodes if node.name == name)
-    needed, runs = {end}, Widened(module)
+    needed, runs = {end}, Widened(module, read=read)
     for node in reversed(module.graph.nodes):
         needed.update(node.all_input_nodes if node in needed else ())
     with torch.no_grad():
         for node in (n for n in module.graph.nodes if n in needed):
             runs.env[node] = runs.run_node(node)
     value: torch.Tensor = runs.env[end]
-    return value
+    return read(str(end.target)) if read and end.op == "get_attr" else value
 
 
 def _jittered(value: torch.Tensor, bit: float, seed: int) -> torch.Tensor:
