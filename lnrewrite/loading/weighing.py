@@ -25,6 +25,8 @@ PER_TENSOR, SPARE_TENSORS = 8, 1000
 PER_BYTE, SPARE_NUMBERS = 4, 1 << 26
 """It has up to so many numbers for each byte (weights in four bits, tied tables), and so many more (masks)."""
 
+_NO_COUNTS = re.compile("size|(^|_)eps")
+"""What else such entries are: widths, and what norms are kept from dividing by zero with."""
 _COUNTS = re.compile(r"(^|_)(layers?|blocks?|labels|stages|depths?|heads?|experts|groups|quantizers|codebooks)(_|$)")
 
 
@@ -40,7 +42,7 @@ def check_counts(name: str, content: Mapping[str, object]) -> None:
             todo += value.items()
         elif isinstance(value, list):
             todo += [(key, part) for part in value]
-        elif isinstance(value, int | float) and _COUNTS.search(key) and "size" not in key and value > MOST:
+        elif isinstance(value, int | float) and _COUNTS.search(key) and not _NO_COUNTS.search(key) and value > MOST:
             raise _misfit(name, f"its config asks for {key} = {value}, and no network has more than {MOST}")
 
 
