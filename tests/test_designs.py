@@ -75,6 +75,20 @@ def test_every_norm_is_reported_or_noted_where_it_is(name: str) -> None:
         assert block.placement == placement or f"in block {block.name}," in said
 
 
+CALLED = {
+    "DenseFormer": "DenseFormer", "ELC-BERT": "ELC-BERT", "links to the embedding": "links to the embedding",
+    "static hyper-connections": "static hyper-connections", "attention residuals": "attention residuals",
+    "second skip (B2T)": "B2T", "residual and normed stream (ResiDual)": "ResiDual", "EvoNorm-B0": "EvoNorm-B0",
+    "EvoNorm-S0": "EvoNorm-S0", "Region Norm": "Region Norm", "Global Response Norm": "Global Response Norm",
+    "SeeDNorm, the gain first": "SeeDNorm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", rows(CALLED, sample=("static hyper-connections",)))
+def test_what_is_refused_is_called_by_its_name(name: str) -> None:
+    assert any(CALLED[name] in refusal.why for refusal in captured(name)[0].network.refusals)
+
+
 @pytest.mark.parametrize(("name", "text"), rows(product(ALL, TEXTS), sample=MADE))
 def test_nothing_made_of_it_is_wrong(name: str, text: str) -> None:
     program, inputs = captured(name)

@@ -32,7 +32,7 @@ NOTED: dict[str, Rule] = {
     "a clipped length": lambda n, x: x * (2 / (x.norm(dim=-1, keepdim=True) + 1e-6)).clamp(max=1.0),
     "response": lambda n, x: x * (x.norm(dim=1, keepdim=True) / (x.norm(dim=1, keepdim=True).mean(-1, True) + 1e-6)),
     "neighbours": lambda n, x: F.local_response_norm(x, 3),
-    "erf": lambda n, x: torch.erf(n.scale * x + n.shift) * n.gain + n.bias,
+    "erf": lambda n, x: torch.erf(n.bias * x + n.shift) * n.gain,
     "arctan": lambda n, x: n.gain * torch.atan(n.scale * x),
     "softsign": lambda n, x: n.bias + n.gain * (n.scale * x / (1 + (n.scale * x).abs())),
     "stored deviations": lambda n, x: (x - x.mean(-1, keepdim=True)) / n.bias * n.gain,
@@ -128,3 +128,17 @@ def test_convert_says_on_the_command_line_what_it_puts_norms_beside(tmp_path: Pa
     given = ["--to", "pre", "-o", tmp_path / "odd.pt2", "--input", "x=float32[2,6,8]"]
     told = ok("convert", "test_lookalikes:Odd", *given).output
     assert "note: 1 values are normalized by no norm that lnrewrite knows (LN205)" in " ".join(told.split())
+
+
+NAMED = {
+    "gated by itself": "EvoNorm-S0", "the larger of two": "EvoNorm-B0", "a gain of its own": "SeeDNorm",
+    "response": "Global Response Norm", "the largest": "", "a part's size": "", "a clipped length": "",
+}  # fmt: skip
+"""What a refusal calls it."""
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_has_a_published_name_is_called_by_it(name: str) -> None:
+    (found,) = noted(NOTED[name])
+    said = str(found)
+    assert f"as {NAMED[name]} (arXiv" in said if NAMED[name] else "arXiv" not in said

@@ -71,7 +71,7 @@ SCHEMES: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "deepnorm": (NETS["deepnorm"].make, "DeepNorm"),
     "post, one skip scaled": (lambda: Net(*stack(1, post=layer, skip=2.0), *stack(1, post=layer)), None),
     "keel": (NETS["keel"].make, "KEEL"),
-    "keel without the scale": (lambda: Net(*stack(1, inn=layer), *stack(2, inn=layer, post=layer)), None),
+    "keel without the scale": (lambda: Net(*stack(1, inn=layer), *stack(2, inn=layer, post=layer)), "KEEL"),
     "hybrid": (hybrid, "HybridNorm"),
     "hybrid, plain first layer": (lambda: hybrid(True), "HybridNorm"),
     "hybrid without the norm of the values": (NETS["hybrid"].make, None),

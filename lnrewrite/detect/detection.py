@@ -14,9 +14,10 @@ from ..ir import Network
 from .chains import chains
 from .constants import computed, gates
 from .graph import OpGraph
-from .joins import find_joins, nearest_miss
+from .joins import find_joins
 from .lookalikes import placed
 from .match import NormMatch
+from .misses import nearest_miss
 from .naming import name_blocks, norm_names
 from .normed import NormedGraph
 from .norms import find_norms, stacked

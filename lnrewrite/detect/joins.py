@@ -61,42 +61,6 @@ def mixes(graph: OpGraph, start: str, end: str) -> bool:
     return False
 
 
-def nearest_miss(graph: OpGraph) -> Refusal:
-    """Return why a model without residual sums has none: its skips pass weights (LN204) or mixtures (LN203)."""
-    for op in reversed(list(graph)):
-        widths = graph.width(op.name), graph.width(op.name, 1 - len(op.shape or ()))
-        if op.kind != "add" or len(op.data) != 2 or max(widths) < 2:
-            continue
-        for skip, other in (op.data, op.data[::-1]):
-            for root, through in _carried(graph, skip):
-                if through and _carries_features(graph, root) and _is_sublayer(graph, root, other):
-                    code = Code.LN204 if through & {"linear", "conv"} else Code.LN203
-                    what = (
-                        "a linear map or convolution" if code == Code.LN204 else "a mixture with data-dependent weights"
-                    )
-                    return Refusal(code, op.name, f"the skip from {root} passes through {what}")
-    why = "no add joins a value with something that weights compute from it"
-    remedy = "give the part of the model that holds the residual blocks"
-    return Refusal(Code.LN201, "model", why, remedy)
-
-
-def _carried(graph: OpGraph, name: str) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield (value, the kinds of op that change it on the way) for what a skip may carry, up to a dozen steps back."""
-    todo: list[tuple[str, frozenset[str]]] = [(name, frozenset())]
-    for _ in range(12):
-        if not todo:
-            return
-        name, through = todo.pop(0)
-        yield name, through
-        op = graph[name]
-        if op.kind in SHAPE | CASTS | {"batch_norm", "sum", "add", "gather"}:
-            todo += [(n, through) for n in op.data if n not in graph.constant]
-        elif op.kind in {"linear", "conv"} and not through:
-            todo.append((op.data[0], frozenset({op.kind})))
-        elif op.kind in {"matmul", "bmm", "einsum", "mul"}:
-            todo += [(n, through | {op.kind}) for n in op.data if n not in graph.constant]
-
-
 def _same_shape(graph: OpGraph, a: str, b: str) -> bool:
     one, two = graph[a].shape or (), graph[b].shape or ()
     pairs = [(x, y) for x, y in zip(one, two, strict=False) if isinstance(x, int) and isinstance(y, int)]
@@ -185,14 +149,14 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
     for skip, _ in reversed(terms):
         others = [(t, add) for t, add in terms if t != skip and _same_shape(graph, t, total)]
         for root in carried_on(graph, skip):
-            branches = [(t, add) for t, add in others if t != root and _is_sublayer(graph, root, t)]
-            if not branches or not _carries_features(graph, root) or _biases_scores(graph, root, branches):
+            branches = [(t, add) for t, add in others if t != root and is_sublayer(graph, root, t)]
+            if not branches or not carries_features(graph, root) or _biases_scores(graph, root, branches):
                 continue
             extra = [t for t, _ in others if t not in {b for b, _ in branches} and graph.reaches(t, branches[0][0])]
             if extra and root not in states and graph[root].kind in WEIGHTED | {"add"}:
                 continue  # a sublayer with a bypass, inside the branch of what is extra
             if extra:
-                why = f"the sum {total} carries two earlier states of the stream, {root} and {extra[0]}"
+                why = f"the sum {total} carries two earlier states of the stream, {root} and {extra[0]} (as B2T does)"
                 refusals.append(Refusal(Code.LN202, total, why))
             if spread := [t for t, _ in branches if _is_outer(graph, root, t)]:
                 why = f"the branch {spread[0]} is written to several streams by weights computed from the data"
@@ -207,7 +171,7 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
     return None
 
 
-def _carries_features(graph: OpGraph, name: str) -> bool:
+def carries_features(graph: OpGraph, name: str) -> bool:
     """Return whether a value holds features, not a mask or positions: it comes from weights, or is a float input."""
     if graph[name].kind == "input":
         return "float" in graph[name].dtype
@@ -263,7 +227,8 @@ def _biases_scores(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -
     return True
 
 
-def _is_sublayer(graph: OpGraph, root: str, end: str) -> bool:
+def is_sublayer(graph: OpGraph, root: str, end: str) -> bool:
+    """Return whether weights, or what mixes tokens, make one value of another."""
     if not graph.reaches(root, end):
         return False
     return any(op.kind in WEIGHTED or op.kind.startswith(POOLS) for op in graph.between(root, end))
@@ -304,6 +269,8 @@ def _outermost(graph: OpGraph, joins: list[Join], refusals: list[Refusal]) -> li
         if chained or any(j.root == outer.root for j in held):
             blocks = ", ".join(j.total for j in held[:3])
             why = f"the skip from {outer.root} to {outer.total} spans the residual blocks {blocks}"
+            if scaled(graph, outer.skip) and graph[outer.skip].kind != "add":
+                why += ", by a stored weight (as DenseFormer, ELC-BERT and links to the embedding have it)"
             refusals.append(Refusal(Code.LN202, outer.total, why))
         inner |= {j.total for j in held}
     return [j for j in joins if j.total not in inner]

@@ -34,6 +34,12 @@ SIZES = frozenset({"var", "std", "vector_norm", "linalg_norm", "sum_square", "re
 TOTALS = frozenset({"mean", "sum", "amax", "max", "cumsum", "reducemax", "averagepool"})
 POOLS = ("avg_pool", "adaptive_avg_pool")
 FAR = 1e8
+LIKE = {
+    "EvoNorm-B0 (arXiv 2004.02967)": {"maximum", "max_of_many"}, "SeeDNorm (arXiv 2510.22777)": {"tanh"},
+    "EvoNorm-S0 (arXiv 2004.02967)": {"sigmoid", "silu"},
+    "Region Norm (arXiv 1911.10375)": {"gt", "lt", "ge", "le"},
+}  # fmt: skip
+"""Published norms that have no kind here, by operators of which no norm above them in this list has one."""
 
 
 def lookalikes(graph: OpGraph, taken: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -64,8 +70,19 @@ def _sized(graph: OpGraph, op: Op, seen: Collection[str]) -> str:
         for size in _divisors(graph, other, op.kind == "div", {name for name, _ in made} | set(seen)):
             users = graph.users[op.name]
             if _measures(graph, size, made) and not all(u in graph.ops and graph[u].kind == "round" for u in users):
-                return f"{one} is divided by a size of its own, {size.name}"
+                return f"{one} is divided by a size of its own, {size.name}{_like(graph, op, made, size)}"
     return ""
+
+
+def _like(graph: OpGraph, op: Op, made: Collection[tuple[str, bool]], size: Op) -> str:
+    """Return which published norm does what this one does beside dividing, by the operators that tell them apart."""
+    start = min((name for name, _ in made), key=graph.index.__getitem__)
+    between = graph.between(start, op.name)
+    kinds = {o.kind for o in between}
+    found = next((name for name, wanted in LIKE.items() if wanted & kinds), None)
+    if any(o.kind == "mean" and size.name in o.data and size.kind in SIZES for o in between):
+        found = "Global Response Norm (arXiv 2301.00808)"
+    return f", as {found} does" if found else ""
 
 
 def _along(graph: OpGraph, name: str, seen: Collection[str]) -> set[tuple[str, bool]]:

@@ -18,7 +18,7 @@ from .graph import CASTS, Op, Operand, OpGraph
 from .lookalikes import lookalikes
 from .match import NormMatch
 from .proving import REDUCTIONS, Prover
-from .static_norms import centered, dynamic_tanh, standardized, stored
+from .static_norms import SQUASHES, centered, squashed, standardized, stored
 
 FUSED = {
     "layer_norm": Kind.LAYER, "rms_norm": Kind.RMS, "batch_norm": Kind.BATCH, "group_norm": Kind.GROUP,
@@ -55,8 +55,8 @@ def find_norms(graph: OpGraph) -> tuple[Mapping[str, NormMatch], tuple[Refusal, 
         core = _fused(graph, op)
         if core is None and op.kind in {"mul", "div"}:
             core = stored(graph, op) or _decomposed(prover, op, misses)
-        if core is None and op.kind == "tanh":
-            core = dynamic_tanh(graph, op)
+        if core is None and op.kind in SQUASHES:
+            core = squashed(graph, op)
         if core is not None:
             whole = _with_affine(graph, core)
             found[whole.output] = whole

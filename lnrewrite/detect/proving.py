@@ -93,6 +93,9 @@ def unit(kind: Kind, x: Floats, eps: float, variant: int = 0) -> Floats:
     variant: std 0 biased, 1 unbiased standard deviation; l2 0 max(|x|, eps), 1 |x| + eps, 2 sqrt(|x|^2 + eps).
     """
     centered = x - x.mean(-1, keepdims=True)
+    if kind is Kind.CRMS:
+        total = (x**2).sum(-1, keepdims=True) + x.sum(-1, keepdims=True) ** 2
+        return np.asarray(x / np.sqrt(total / (x.shape[-1] + 1) + eps))
     if kind in {Kind.LAYER, Kind.RMS}:
         x = centered if kind is Kind.LAYER else x
         return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + eps))
@@ -143,7 +146,7 @@ def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Seq
         if gain or np.allclose(fitted, 1, rtol=1e-9):
             return Verdict(Norm(kind, eps, factor=factor, variant=variant, axis=axis), gain)
     small = sorted({i for i in literal if abs(i) < 0.5})
-    return Verdict(None, why=f"not layer, rms, std or l2 with any eps of {small or 'none'}")
+    return Verdict(None, why=f"not layer, rms, crms, std or l2 with any eps of {small or 'none'}")
 
 
 def _sizes(shape: tuple[int | str, ...] | None) -> tuple[int, ...]:
@@ -154,7 +157,7 @@ def _candidates(literal: list[float], width: int) -> Iterator[tuple[Kind, float,
     """Yield (kind, eps, variant, factor); a length over sqrt(width) with eps outside the root is an l2 norm too."""
     eps = [*sorted({e for e in literal if 0 < e < 0.5}), 0.0]
     root = next((r for i in literal for r in (i, 1 / i) if np.isclose(r, width**0.5, rtol=1e-6)), width**0.5)
-    yield from ((kind, e, 0, 1.0) for kind in (Kind.LAYER, Kind.RMS) for e in eps)
+    yield from ((kind, e, 0, 1.0) for kind in (Kind.LAYER, Kind.RMS, Kind.CRMS) for e in eps)
     yield from ((Kind.STD, e, v, 1.0) for v in (0, 1) for e in eps)
     yield from ((Kind.L2, e, v, 1.0) for v in (0, 1, 2) for e in eps)
     yield from ((Kind.L2, e * root, v, root) for v in (0, 1) for e in eps)

@@ -1,7 +1,7 @@
 """Recognize what stands where norms stand but takes no statistics of its input, and norms of weights.
 
-A power norm (and a batch norm written out) divides by stored numbers; dynamic tanh squashes; weight standardization
-norms the weight of a linear map on its way there.
+A power norm (and a batch norm written out) divides by stored numbers; dynamic tanh and erf squash; weight
+standardization norms the weight of a linear map on its way there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .match import NormMatch
 ROOTS = {"sqrt": False, "rsqrt": True}
 SPREADS = frozenset({"var", "std", "_native_batch_norm_legit", "batch_norm"})
 SAME = CASTS | {"reshape", "expand"}
+SQUASHES = {"tanh": Kind.TANH, "erf": Kind.ERF}
 
 
 def stored(graph: OpGraph, op: Op) -> NormMatch | None:
@@ -68,22 +69,29 @@ def _spread(graph: OpGraph, name: str, inverse: bool) -> tuple[str, float] | Non
     return (held, eps) if held and eps is not None and 0 <= eps < 0.1 else None
 
 
-def dynamic_tanh(graph: OpGraph, op: Op) -> NormMatch | None:
-    """Return gamma * tanh(a x) for a stored number a; a tanh without a gain behind it is an activation."""
-    inner = graph[op.data[0]] if op.data else op
-    if inner.kind != "mul" or len(inner.inputs) != 2:
-        return None
-    value = next((n for n in inner.data if n not in graph.constant), None)
-    by = next((n for n in inner.inputs if graph.is_scalar(n)), None)
+def squashed(graph: OpGraph, op: Op) -> NormMatch | None:
+    """Return gamma * tanh(a x) or gamma * erf(a x + s) for stored numbers; without a gain it is an activation."""
+    inner, members = graph[op.data[0]] if op.data else op, {op.name}
+    while inner.kind in {"add", "mul"} and len(inner.inputs) == 2:
+        value = next((n for n in inner.data if n not in graph.constant), None)
+        if value is None or not any(graph.is_scalar(n) for n in inner.inputs):
+            return None
+        members.add(inner.name)
+        if inner.kind == "mul":
+            return _gained(graph, op, value, members)
+        inner = graph[value] if op.kind == "erf" else op
+    return None
+
+
+def _gained(graph: OpGraph, op: Op, value: str, members: set[str]) -> NormMatch | None:
+    """Return the norm that ends in this op where a gain of one number per channel follows."""
     users = graph.users[op.name]
     while len(users) == 1 and users[0] != "output" and graph[users[0]].kind in CASTS:
         users = graph.users[users[0]]
     gain = graph[users[0]] if len(users) == 1 and users[0] != "output" else None
-    if value is None or by is None or gain is None or gain.kind != "mul":
-        return None
-    for axis in (-1, 1 - len(op.shape or ())):
-        if _vector(graph, gain, axis)[0]:
-            return NormMatch(Norm(Kind.TANH, 0.0, axis=axis), value, op.name, frozenset({inner.name, op.name}))
+    for axis in (-1, 1 - len(op.shape or ())) if gain and gain.kind == "mul" else ():
+        if gain and _vector(graph, gain, axis)[0]:
+            return NormMatch(Norm(SQUASHES[op.kind], 0.0, axis=axis), value, op.name, frozenset(members))
     return None
 
 

@@ -14,7 +14,9 @@ class Kind(enum.StrEnum):
     l2: m = 0, s = max(|x|, eps), |x| + eps or sqrt(|x|^2 + eps). centered: m = mean, s = 1 (a LayerNorm whose deviation
     was fixed, arXiv 2409.13710). batch, group, instance: the statistics run over other
     axes than the channels. power: m = 0, s = sqrt(v + eps) for stored v (PowerNorm, arXiv 2003.07845). dynamic_tanh:
-    u = tanh(a x), no statistics (DyT, arXiv 2503.10622). weight_standardised: what is normed is a weight, not a value
+    u = tanh(a x), no statistics (DyT, arXiv 2503.10622). dynamic_erf: u = erf(a x + s) (Derf, arXiv 2512.10938). crms:
+    m = 0, s = sqrt((sum x^2 + (sum x)^2) / (n + 1) + eps), x a row of mean zero without its last number (arXiv
+    2305.14858). weight_standardised: what is normed is a weight, not a value
     (arXiv 1903.10520).
     """
 
@@ -28,6 +30,8 @@ class Kind(enum.StrEnum):
     INSTANCE = "instance"
     POWER = "power"
     TANH = "dynamic_tanh"
+    ERF = "dynamic_erf"
+    CRMS = "crms"
     WEIGHT = "weight_standardised"
 
 

@@ -47,10 +47,11 @@ def _deepnorm(stream: Stream) -> bool:
 
 
 def _keel(stream: Stream) -> bool:
-    """LN(a x + f(LN(x))), behind a first layer of plain pre blocks (arXiv 2601.19895)."""
+    """LN(a x + f(LN(x))), behind a first layer of plain pre blocks (arXiv 2601.19895); a may have been absorbed."""
     plain = next((i for i, b in enumerate(stream.blocks) if b.placement is not PRE or _scaled(b)), len(stream.blocks))
     rest = stream.blocks[plain:]
-    both = all(b.at(Where.IN) and b.at(Where.POST) and not b.at(Where.OUT) and _scaled(b) for b in rest)
+    both = all(b.at(Where.IN) and b.at(Where.POST) and not b.at(Where.OUT) for b in rest)
+    both = both and not any(b.scaled("skip") for b in rest)
     return plain <= 2 and bool(rest) and both and len({b.scale for b in rest}) == 1
 
 

@@ -201,6 +201,9 @@ def normalize(norm: Norm, x: Floats, params: Mapping[str, Floats]) -> Floats:
         case Kind.L2:
             size = np.sqrt(np.sum(x * x, -1, keepdims=True))
             u = x / (np.maximum(size, norm.eps), size + norm.eps, np.sqrt(size**2 + norm.eps))[norm.variant]
+        case Kind.CRMS:
+            total = np.sum(x * x, -1, keepdims=True) + np.sum(x, -1, keepdims=True) ** 2
+            u = x / np.sqrt(total / (x.shape[-1] + 1) + norm.eps)
         case Kind.CENTERED:
             u = x - x.mean(-1, keepdims=True)
         case Kind.BATCH if norm.mean and norm.variance:

@@ -85,11 +85,11 @@ class RepNorm(nn.Module):
 
 
 TOKEN_NORMS: dict[str, tuple[Factory, str, bool]] = {
-    "Derf": (ruled(lambda n, x: torch.erf(n.slope * x + n.shift) * n.gain + n.bias), "", True),
+    "Derf": (ruled(lambda n, x: torch.erf(n.slope * x + n.shift) * n.gain + n.bias), "dynamic_erf", False),
     "DyT": (ruled(lambda n, x: torch.tanh(n.slope * x) * n.gain + n.bias), "dynamic_tanh", False),
     "SeeDNorm": (ruled(lambda n, x: _seed_gain(n, x) * (x * root(x))), "rms", False),
     "SeeDNorm, the gain first": (ruled(lambda n, x: _seed_gain(n, x) * x * root(x)), "", True),
-    "CRMSNorm": (ruled(_crms), "", True),
+    "CRMSNorm": (ruled(_crms), "crms", False),
     "LayerNorm of a fixed deviation": (
         ruled(lambda n, x: (x - x.mean(-1, True)) / 1.7 * n.gain + n.bias), "centered", False
     ),
