@@ -6,12 +6,12 @@ PRESETS = {
     "exact": ("the two passes that change least", "canonicalize,fold-affine"),
     "inference": (
         "everything exact that makes inference cheaper",
-        "propagate-constants,settle-norms,fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,"
+        "propagate-constants,settle-norms,absorb-scales,fold-batchnorm,fold-embedding-norm,merge-norms,"
         "canonicalize,fold-affine{final=true},layernorm-to-rmsnorm",
     ),
     "quantize": (
         "outlying channels spread before quantisation",
-        "untie,propagate-constants,settle-norms,fold-batchnorm,absorb-scales,fold-embedding-norm,merge-norms,"
+        "untie,propagate-constants,settle-norms,absorb-scales,fold-batchnorm,fold-embedding-norm,merge-norms,"
         "canonicalize,fold-affine{final=true},layernorm-to-rmsnorm,rotate-stream",
     ),
     "fp16": ("values that overflow fp16", "absorb-scales,rescale-stream{fit=fp16}"),
