@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lnrewrite as lnr
+from test_constants import out, saved
 from zoo.norms import Power, WrittenBatch, randomise
 
 WIDTH = 8
@@ -123,6 +124,32 @@ def test_a_batch_norm_with_its_input_beside_it_folds() -> None:
     result = lnr.Pipeline.parse("fold-batchnorm").run(program)
     assert (result.report.edits, result.program.inspect()["norms"]["total"]) == (2, 0)
     assert worst(model(x), result.program.module()(x)) < 1e-12
+
+
+class Outside(nn.Module):
+    """Norm tokens between two transposes, and add the input, times a number, outside of them: or another value."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own, self.norm, self.slope = own, nn.BatchNorm1d(WIDTH), nn.Parameter(torch.tensor(0.7))
+        self.inp, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.inp(x))
+        normed = self.norm(y.transpose(1, 2)).transpose(1, 2)
+        read = normed + self.slope * (y if self.own else x)
+        return self.up(read)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("onnx", [True, False])
+def test_the_input_beside_a_batch_norm_may_stand_outside_its_transposes(own: bool, onnx: bool, tmp_path: Path) -> None:
+    model, x = made(lambda: Outside(own)), torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    program = lnr.load(saved(model, x, tmp_path / "m.onnx", True), inputs=[x]) if onnx else lnr.capture(model, (x,))
+    result = lnr.Pipeline.parse("fold-batchnorm").run(program, partial=True)
+    assert result.report.edits == own
+    (name,) = program.example_inputs()
+    assert worst(model(x), out(result.program.in_float64().call({name: x}))) < 1e-12
 
 
 def test_computed_weights_are_stored() -> None:

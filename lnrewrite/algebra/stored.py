@@ -20,7 +20,7 @@ def affine(site: Site, context: Context) -> tuple[NDArray[np.float64], NDArray[n
     """Return a and s [channels] of such a norm: a = gamma / sqrt(variance + eps), s = beta - a mean."""
     norm = site.norm
     if norm.computed:
-        return context.affine(site.origin[0], site.origin[-1])
+        return context.affine(site.origin[0], site.origin[-1], norm.axis)
     mean = context.values(norm.mean).reshape(-1) if norm.mean else 0.0
     a = context.gain(norm) / np.sqrt(context.values(str(norm.variance)).reshape(-1) + norm.eps)
     return a, (context.values(norm.beta).reshape(-1) if norm.beta else 0.0) - a * mean

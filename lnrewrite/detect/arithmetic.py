@@ -129,14 +129,14 @@ def constants(graph: OpGraph, ops: Iterable[Op]) -> list[str]:
     return list(dict.fromkeys(n for op in ops for n in op.data if n in graph.constant))
 
 
-def affine(graph: OpGraph, start: str, end: str, read: Callable[[str], Floats]) -> tuple[Floats, Floats]:
-    """Return (a, s), one number per channel each, of a piece that computes a x + s along axis 1; Unknown where not."""
+def affine(graph: OpGraph, start: str, end: str, axis: int, read: Callable[[str], Floats]) -> tuple[Floats, Floats]:
+    """Return (a, s), one number per channel each, of a piece that computes a x + s along an axis; Unknown where not."""
     ops = closure(graph, start, end)
     if ops is None:
         raise Unknown(end)
     values = {n: read(str(graph[n].attrs.get("param", n))) for n in constants(graph, ops)}
-    rank = len(graph[start].shape or ())
-    shape = [1, graph.width(start, 1 - rank)] + [1] * (rank - 2)
+    shape = [1] * len(graph[start].shape or ())
+    shape[axis] = graph.width(start, axis)
     at = [run(ops, {**values, start: np.full(shape, x)}, end).reshape(-1) for x in (0.0, 1.0)]
     return at[1] - at[0], at[0]
 

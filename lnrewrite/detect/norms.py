@@ -59,6 +59,7 @@ def find_norms(graph: OpGraph) -> tuple[Mapping[str, NormMatch], tuple[Refusal, 
             core = squashed(graph, op)
         if core is not None:
             whole = _with_affine(graph, core)
+            whole = _turned(graph, whole) or whole
             found[whole.output] = whole
             taken |= whole.members
     found |= {f.output: f for f in standardized(graph)}
@@ -214,6 +215,31 @@ def _number(op: Op, value: str, kind: Kind) -> float | None:
     if kind not in {Kind.L2, Kind.CENTERED} or not isinstance(by, (int, float)) or not by:
         return None
     return float(by) if op.kind == "mul" else 1 / by if op.inputs[0] == value else None
+
+
+def _turned(graph: OpGraph, core: NormMatch) -> NormMatch | None:
+    """Return a batch norm of tokens between two transposes with their input, times a number, added outside (RepBN)."""
+    before, users = graph[core.source], graph.users[core.output]
+    back = graph[users[0]] if len(users) == 1 and users[0] != "output" else before
+    if core.norm.kind is not Kind.BATCH or not (_swaps(before) and _swaps(back)):
+        return None
+    source, inner = before.data[0], set(core.members) | {back.name}
+    add = graph[graph.users[back.name][0]] if len(graph.users[back.name]) == 1 else back
+    if add.kind != "add" or set(graph.users[before.name]) - inner:
+        return None
+    other = next((i for i in add.inputs if i != back.name), None)
+    members = _beside(graph, other, replace(core, source=source))
+    if members is None:
+        return None
+    norm = Norm(Kind.BATCH, core.norm.eps, gamma=add.name, computed=True, axis=-1)
+    return NormMatch(norm, source, add.name, frozenset(inner | members | {before.name, add.name}))
+
+
+def _swaps(op: Op) -> bool:
+    """Return whether an op swaps the last two of three axes."""
+    swap, order = op.attrs.get("swap"), op.attrs.get("order")
+    swapped = isinstance(swap, tuple) and {axis % 3 for axis in swap} == {1, 2}
+    return op.kind == "permute" and len(op.shape or ()) == 3 and (swapped or order == (0, 2, 1))
 
 
 def _beside(graph: OpGraph, name: Operand, core: NormMatch) -> set[str] | None:

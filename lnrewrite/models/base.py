@@ -186,10 +186,10 @@ class GraphModel(Exportable, Generic[StoredT]):
     def shape(self, param: str) -> tuple[int, ...]:
         """Return a parameter's shape."""
 
-    def affine(self, start: str, end: str) -> tuple[Floats, Floats]:
-        """Return (a, s), one number per channel each, of a piece of graph that computes a x + s from constants."""
+    def affine(self, start: str, end: str, axis: int) -> tuple[Floats, Floats]:
+        """Return (a, s), one number per channel each, of a piece of graph that computes a x + s along an axis."""
         try:
-            return affine(self.graph, start, end, self.values)
+            return affine(self.graph, start, end, axis, self.values)
         except Unknown as why:
             raise LnrewriteError(
                 Code.LN105, end, f"lnrewrite cannot evaluate {why}", "store its gain and bias as parameters"

@@ -55,7 +55,7 @@ class Samples:
     total: Floats
 
 
-def _unknown(start: str, end: str) -> NoReturn:
+def _unknown(start: str, end: str, axis: int) -> NoReturn:
     raise LookupError(f"nothing is known of the values from {start} to {end}")
 
 
@@ -64,8 +64,8 @@ class Context:
     """Give a pass what lies beyond its stream; everything is a question, nothing can be changed through it.
 
     `samples()` runs the model on the calibration data, once, and returns block name -> `Samples`; `peaks()` the size of
-    the largest number in each value of the graph, by node. `affine(start, end)` are a and s, per channel, of a piece of
-    graph that computes a x + s. `is_ones(param)` and
+    the largest number in each value of the graph, by node. `affine(start, end, axis)` are a and s, per channel, of a
+    piece of graph that computes a x + s. `is_ones(param)` and
     `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array and raises
     LnrewriteError LN105 where they are computed: catch it, and refuse. `seed` is for a pass that draws random numbers,
     `fits` says that the weights of branches are fitted to the calibration data when the edits are made.
@@ -78,7 +78,7 @@ class Context:
     values: Callable[[str], Floats]
     seed: int = 0
     shape: Callable[[str], tuple[int, ...]] = lambda param: ()
-    affine: Callable[[str, str], tuple[Floats, Floats]] = _unknown
+    affine: Callable[[str, str, int], tuple[Floats, Floats]] = _unknown
     peaks: Callable[[], Mapping[str, float]] = dict
     fits: bool = False
 
@@ -159,7 +159,7 @@ class Model(Protocol):
     def is_zeros(self, param: str) -> bool: ...
     def values(self, param: str) -> Floats: ...
     def shape(self, param: str) -> tuple[int, ...]: ...
-    def affine(self, start: str, end: str) -> tuple[Floats, Floats]: ...
+    def affine(self, start: str, end: str, axis: int) -> tuple[Floats, Floats]: ...
     def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> Drift:
         """Compare `other`'s outputs with this model's on the batches."""
         ...
