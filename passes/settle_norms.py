@@ -89,19 +89,21 @@ class SettleNorms(Pass):
                     if site not in done:  # parallel blocks may hold one norm
                         operations += _folded(stream, block, site, Center(width), gain, shift)
                     operations.append(SetNorm(site.where, None, index=place.number))
-                    note = "" if not site.norm.eps else f"error below variance / {2 * site.norm.eps:.3g} of itself"
+                    bound = 1 / (2 * site.norm.eps) if site.norm.eps else 0.0
+                    note = f"error below {bound:.3g} variance of itself" if bound else ""
                 else:
                     norm, factor = _settled(site.norm, width)
                     gamma = vectors.add(context.gain(site.norm) * factor * np.ones(width))
                     operations.append(SetNorm(site.where, norm, gamma, index=place.number))
-                    note = f"error below {site.norm.eps**2 / 2:.3g} / |x|^2 of itself" if _clamped(site.norm) else ""
+                    bound = site.norm.eps**2 / 2 if _clamped(site.norm) else 0.0
+                    note = f"error below {bound:.3g} / |x|^2 of itself" if bound else ""
             except Closed as closed:
                 refusals.append(closed.refusal(name))
             except LnrewriteError as error:
                 refusals.append(Refusal(Code.LN105, name, f"its gain is computed: {error.why}", error.remedy))
             else:
                 done.add(site)
-                edits.append(Edit(place.target, tuple(operations), note=note))
+                edits.append(Edit(place.target, tuple(operations), note=note, bound=bound))
         return Proposal(tuple(edits), refusals=tuple(refusals), vectors=vectors, otherwise="it is the norm it seems")
 
 
