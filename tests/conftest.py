@@ -52,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [i for i, keep in zip(items, mine, strict=True) if keep]
 
 
+@pytest.fixture(autouse=True)
+def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep commands from telling on stderr that they take long: how long depends on the machine."""
+    monkeypatch.setattr("lnrewrite.cli.console.EVERY", float("inf"))
+
+
 @pytest.fixture
 def update_goldens(request: pytest.FixtureRequest) -> bool:
     """Return whether golden files are to be written."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 
-EVERY = 10.0
+EVERY = 30.0
 """Seconds between two lines of progress where stderr is no terminal, and before the first."""
 
 
