@@ -35,7 +35,7 @@ from .exportable import Exportable
 from .fusions import FOR, fuse_groups
 from .lowering import lower, split
 from .precision import lower_precision
-from .quantizing import check_quantizing, quantized
+from .quantizing import Quantized, check_quantizing, quantized
 from .targets import DECOMPOSED, NO_CUDA_KERNEL, TARGETS
 
 FILE = 2e-5
@@ -74,16 +74,7 @@ def export(
     failed, nothing is kept), LN501 (no translation), LN502 (precision), UsageError LN003 for an unknown word.
     """
     optimize = optimize or ("auto" if target in FOR else "none")
-    for noun, word, known in (
-        ("target", target, TARGETS), ("dtype", dtype, TOLERANCE), ("optimize", optimize, ("auto", "none")),
-        ("fuse", fuse, ("ops", "custom")),
-    ):  # fmt: skip
-        if word not in known:
-            unknown(Code.LN003, noun, word, known)
-    if fuse == "custom" and not TARGETS[target].contrib:
-        why = "the operators of lnrewrite are for ONNX Runtime"
-        raise UsageError(Code.LN003, f"fuse custom, target {target}", why, "give the target cpu or cuda")
-    check_quantizing(quantize, target, dtype)
+    _check(target, dtype, optimize, fuse, quantize)
     output = check_output(path, force)
     bound = TOLERANCE["fp16" if program.in_half and dtype == "fp32" else dtype]
     LOGGER.info("translating to ONNX")
@@ -110,11 +101,8 @@ def export(
         stamp(model, fixed_paths=json.dumps(program.fixed_paths))
     judge, loss = program if verify else None, None
     if quantize:
-        if verify and (why := wrong(program, model, bound)):
-            raise LnrewriteError(Code.LN403, str(output), f"before it is quantized, {why}", SEE)
-        small = quantized(model, quantize, judge)
-        model, loss, judge = small.model, small.loss, None
-        notes += small.notes
+        small = _small(model, quantize, judge, bound, output)
+        model, loss, notes, judge = small.model, small.loss, [*notes, *small.notes], None
     found = put(model, output, judge, bound, force=force)
     notes += found.notes if found else ()
     placement = program.network.placement
@@ -123,6 +111,27 @@ def export(
         notes=tuple(notes), output=str(output),
         fixed_paths=program.fixed_paths, norms=(*rows, *left), proved=found,
     )  # fmt: skip
+
+
+def _small(model: ir.Model, kind: str, program: Exportable | None, bound: float, output: Path) -> Quantized:
+    """Quantize a model that is right before. Raises LnrewriteError LN403 where it is not, LN502."""
+    if program is not None and (why := wrong(program, model, bound)):
+        raise LnrewriteError(Code.LN403, str(output), f"before it is quantized, {why}", SEE)
+    return quantized(model, kind, program)
+
+
+def _check(target: str, dtype: str, optimize: str, fuse: str, quantize: str | None) -> None:
+    """Raise UsageError LN003 for an unknown word, and for words that do not go together."""
+    for noun, word, known in (
+        ("target", target, TARGETS), ("dtype", dtype, TOLERANCE), ("optimize", optimize, ("auto", "none")),
+        ("fuse", fuse, ("ops", "custom")),
+    ):  # fmt: skip
+        if word not in known:
+            unknown(Code.LN003, noun, word, known)
+    if fuse == "custom" and not TARGETS[target].contrib:
+        why = "the operators of lnrewrite are for ONNX Runtime"
+        raise UsageError(Code.LN003, f"fuse custom, target {target}", why, "give the target cpu or cuda")
+    check_quantizing(quantize, target, dtype)
 
 
 def off_cuda(model: ir.Model) -> str:

@@ -209,7 +209,7 @@ def _graphs(model: str, folder: Path) -> tuple[Path, ...]:
     for path in found:
         with path.open("rb") as stream:
             if _file(str(path), path, stream)[0] is not Format.ONNX:
-                raise damaged(model, f"{path.name} is no ONNX file")
+                raise damaged(model, f"{path.name} is not an ONNX file")
     return found
 
 
@@ -217,7 +217,7 @@ def _folder(model: str, folder: Path) -> tuple[str, ...]:
     """Check that a folder is a transformers checkpoint, all of it inside; return what loading it would run."""
     config = folder / "config.json"
     if not config.is_file():
-        raise not_a_model(model, "the folder has no config.json and no ONNX files, so it is no checkpoint")
+        raise not_a_model(model, "the folder has no config.json and no ONNX files, so it is not a checkpoint")
     _check_inside(model, folder)
     content = read_config(folder)
     if not {"model_type", "architectures", "auto_map"} & set(content):
