@@ -56,7 +56,7 @@ def capture_module(
     takes = _parameters(module)
     if "use_cache" in takes and "use_cache" not in keywords:
         keywords["use_cache"] = False
-        if isinstance(dynamic_shapes, Mapping):  # it has to name every input
+        if dynamic_shapes and isinstance(dynamic_shapes, Mapping):  # it has to name every input, or none
             dynamic_shapes = {**dynamic_shapes, "use_cache": None}
         notes.append("use_cache=False was set: a cache in the outputs cannot be captured")
     if dynamic_shapes is None:
