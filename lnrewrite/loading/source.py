@@ -97,7 +97,7 @@ class Source:
 
     def named_after(self, what: str) -> str:
         """Return the name, in the current folder, of what is made of this MODEL: `llama.peri`, `model.peri.pt2`."""
-        folder = self.format is Format.TRANSFORMERS
+        folder = self.format is Format.TRANSFORMERS or bool(self.graphs)
         suffix = "" if folder else ".onnx" if self.format is Format.ONNX else ".pt2"
         if self.path is None:
             return f"{self.name.rpartition(':')[2]}.{what}{suffix}"

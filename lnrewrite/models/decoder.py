@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from ..backends.running import Runnable
 from ..backends.torch.cached import CachedDecoder, cached
 from ..backends.torch.crossed import ENCODER, LATER, crossed
 from ..backends.torch.module import CapturedModule
-from ..backends.torch.served import Flat, Part
+from ..backends.torch.served import Flat, Part, no_cache
 from ..backends.torch.widened import HALVES
 from ..comparison.generating import SAMPLE, Across, Alone, generated
 from ..compat.transformers import config_of
@@ -137,8 +136,9 @@ def encoder_decoder(
 ) -> EncoderDecoder:
     """Return a living model of transformers with an encoder and a decoder in its parts; else as `decoder`."""
     check_finite(module)
-    source = infer_inputs(module).kwargs[str(module.main_input_name)]
-    assert isinstance(source, torch.Tensor)
+    source = infer_inputs(module).kwargs.get(str(module.main_input_name))
+    if source is None:
+        raise no_cache(type(module).__name__, "its encoder is not called with its main input alone")
     parts, told = _widened(crossed(module, source), consume)
     return EncoderDecoder({n: Served(part, format=format) for n, part in parts.items()}, (*notes, *told))
 

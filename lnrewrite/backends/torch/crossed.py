@@ -122,6 +122,8 @@ def crossed(module: torch.nn.Module, source: Tensor) -> dict[str, Part]:
 
     source: what the encoder is called with. Raises LnrewriteError LN504 with the reason where it has no such parts.
     """
+    from transformers.modeling_outputs import BaseModelOutput
+
     check_cached(module)
     name, whole = type(module).__name__, cast("PreTrainedModel", module)
     main, text = str(whole.main_input_name), not source.is_floating_point()
@@ -135,13 +137,16 @@ def crossed(module: torch.nn.Module, source: Tensor) -> dict[str, Part]:
         with torch.no_grad(), evaluating(whole):
             states = encoder(source).last_hidden_state
             ids = torch.ones(len(source), 2, dtype=torch.int64, device=source.device)
-            out = whole(decoder_input_ids=ids, encoder_outputs=(states,), use_cache=True)
+            out = whole(
+                decoder_input_ids=ids, encoder_outputs=BaseModelOutput(last_hidden_state=states), use_cache=True
+            )
     except Exception as error:  # a model's code may raise anything
         raise no_cache(name, f"its parts do not run alone: {told(error)}") from error
     both = [getattr(getattr(out, PAST, None), f"{kind}_attention_cache", None) for kind in ("self", "cross")]
     check_layers(name, *both)
     width, vocabulary = int(states.shape[2]), int(out.logits.shape[2])
-    rows = getattr(encoder.get_input_embeddings(), "num_embeddings", vocabulary) if text else vocabulary
+    table = getattr(encoder, "get_input_embeddings", whole.get_input_embeddings)() if text else None
+    rows = int(getattr(table, "num_embeddings", vocabulary))
     gives: Interface = {HIDDEN: (BATCH, SOURCE if text else int(states.shape[1]), width)}
     return {
         ENCODER: Encoder(whole, takes, gives, rows),
