@@ -47,6 +47,11 @@ class Place(Pass):
     really hand on. Embedding norm and final norm stay; post adds an embedding norm where there is none, and the final
     norm is the last block's post norm. Tokens of outlying size (attention sinks) take no part in the fits.
 
+    With `plain-skips`, post to pre leaves the skips alone, as stock architectures have them: y = g z with a g of each
+    block's own, what the branches write is divided by it, and the norms read z, with gains fitted anew::
+
+        z' = z + (s(y) F(N z) + b) / g
+
     With `keep-sizes`, post to pre is exact and needs no data: the scalar stays in the graph. S is the product of all s
     up to a sum, one number per token, and y = S (p + F(p)) is the trunk, which is in no norm's way any more::
 
@@ -84,10 +89,13 @@ class Place(Pass):
     blocks: str | None = None
     fit: Literal["reconstruct", "constants"] = "reconstruct"
     keep_sizes: bool = False
+    plain_skips: bool = False
 
     def __post_init__(self) -> None:
         if self.keep_sizes and (self.to, self.norm, self.fit) != ("pre", "auto", "reconstruct"):
             raise ValueError("keep-sizes is for to=pre alone; it puts in the norms that there are, and fits nothing")
+        if self.plain_skips and (self.keep_sizes or self.to != "pre"):
+            raise ValueError("plain-skips is for to=pre alone, and without keep-sizes")
 
     @property
     def exactness(self) -> Exactness:
@@ -129,6 +137,7 @@ class Place(Pass):
         kind, eps, beta = usual_norm(norms, self.norm)
         offset = OFFSET if self.fit == "reconstruct" and context.fits else 0.0
         conversion = Conversion(stream, context, {b.name: WANTED[target] for b in moving}, kind, eps, beta, offset)
+        conversion.plain = self.plain_skips
         edits = conversion.edits()
         if conversion.refusals:
             refusals += conversion.refusals

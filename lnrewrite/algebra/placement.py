@@ -62,7 +62,8 @@ class Conversion:
     `trunk` [tokens, width] is what the next sum's skip carries, `ratio` [tokens] its size in units of the original
     trunk, `carried` the trunk norm that was taken off the trunk just before (post off), `unit` whether a trunk norm
     of unit gain was put on (post on). `offset` is how large a constant goes before an out norm that is put in, in sizes
-    of the branch.
+    of the branch. `plain` keeps what a trunk norm taken off multiplied and added out of the skips: the trunk times
+    `basis` is then what it would be with them.
     """
 
     stream: Stream
@@ -72,6 +73,7 @@ class Conversion:
     eps: float
     beta: bool
     offset: float = 0.0
+    plain: bool = False
     vectors: Vectors = field(default_factory=Vectors)
     refusals: list[Refusal] = field(default_factory=list)
     folded: set[str] = field(default_factory=set)
@@ -84,6 +86,8 @@ class Conversion:
         self.ratio: Floats = np.ones(len(self.trunk))
         self.carried: Norm | None = None
         self.unit = False
+        self.basis: Floats = np.ones(self.stream.width)
+        self.shift: Floats = np.zeros(self.stream.width)
         found: list[Edit] = []
         if self.turns(first, Where.POST, on=True) and not self.stream.embedding:
             ones = self.vectors.add(np.ones(self.stream.width))
@@ -127,9 +131,12 @@ class Conversion:
                     1 / self.ratio**2,
                     shift=bool(self.carried.beta),
                 )
-                operations.append(Affine(Where.POST, self.vector(after.scale), self.vector(after.shift)))
                 fits.append(after)
-                skip = factor * after.value
+                if self.plain:
+                    self.basis, self.shift = after.scale, self.shift if after.shift is None else after.shift
+                else:
+                    operations.append(Affine(Where.POST, self.vector(after.scale), self.vector(after.shift)))
+                    skip = factor * after.value
             skip = skip + self.write(block, samples[block.name], weight, operations, fits)
             done[block.name] = operations, fits
         self.trunk = skip
@@ -153,7 +160,7 @@ class Conversion:
         """Keep what the branch reads as it was: keep, insert, take over or remove its in norm."""
         site = block.at(Where.IN)
         if self.turns(block, Where.IN, on=True):
-            if self.carried:
+            if self.carried and not self.plain:
                 operations.append(SetNorm(Where.IN, replace(self.carried, axis=block.anchor.axis)))
                 return
             base = unit(self.kind, self.trunk, self.eps)
@@ -195,7 +202,8 @@ class Conversion:
         self, block: Block, seen: Samples, weight: Floats, operations: list[Operation], fits: list[Fit]
     ) -> Floats:
         """Keep what the branch adds as it was, in the trunk's new size; return what it adds."""
-        goal = seen.branch * self.ratio[:, None]
+        goal = (seen.branch * self.ratio[:, None] + self.shift) / self.basis
+        self.shift = np.zeros(self.stream.width)  # the first branch of a sum has taken it
         weight = weight * usual(goal)
         if not seen.branch.any():
             self.refuse(block, Code.LN112, "its branch is zero on the calibration data")
@@ -216,7 +224,7 @@ class Conversion:
             found = fit(self.without(site, seen), goal, weight, bool(site and site.norm.beta))
             self.rescale(block, found.scale, found.shift, operations)
         elif self.carried or self.unit:
-            found = fit(seen.branch, goal, weight)
+            found = fit(seen.branch, goal, weight, self.plain and self.carried is not None)
             self.rescale(block, found.scale, found.shift, operations)
         else:
             return goal
@@ -259,8 +267,15 @@ class Conversion:
             self.normalize()
         elif self.turns(block, Where.POST, on=False) and site and not last:
             operations.append(SetNorm(Where.POST, None))
-            self.ratio = np.sqrt(spread(site.norm.kind, self.trunk) ** 2 + max(site.norm.eps, 1e-12))
+            whole = self.trunk * self.basis
+            self.ratio = np.sqrt(spread(site.norm.kind, whole) ** 2 + max(site.norm.eps, 1e-12))
             self.carried = site.norm
+        elif site and self.plain:
+            wanted = self.value(site.norm, unit(site.norm.kind, seen.total, site.norm.eps))
+            found = fit(unit(self.kind, self.trunk, self.eps), wanted, usual(wanted), self.beta)
+            fits.append(found)
+            scale, shift = self.vector(found.scale), self.vector(found.shift)
+            operations.append(SetNorm(Where.POST, self.norm(block, self.eps), scale, shift))
         elif site:
             self.trunk = self.value(site.norm, unit(site.norm.kind, self.trunk, site.norm.eps))
             self.ratio = np.ones(len(self.trunk))

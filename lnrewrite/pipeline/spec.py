@@ -213,8 +213,13 @@ def _default(option: dataclasses.Field[object]) -> object:
 
 
 def placing(
-    to: str, norm: str = "auto", blocks: str | None = None, fit: str = "reconstruct", keep_sizes: bool = False
+    to: str,
+    norm: str = "auto",
+    blocks: str | None = None,
+    fit: str = "reconstruct",
+    keep_sizes: bool = False,
+    plain_skips: bool = False,
 ) -> str:
     """Spell the pipeline that converts the selected blocks to one placement."""
-    more = f" blocks={blocks}" * bool(blocks) + " keep-sizes" * keep_sizes
+    more = f" blocks={blocks}" * bool(blocks) + " keep-sizes" * keep_sizes + " plain-skips" * plain_skips
     return f"place{{to={to} norm={norm} fit={fit}{more}}}"
