@@ -26,7 +26,7 @@ from ..data.infer import given_inputs, infer_inputs
 from ..detect.arithmetic import Floats
 from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
-from ..ir import Exactness, Proposal, Stream
+from ..ir import Exactness, Kind, Proposal, Stream, Where
 from ..ir.inputs import InputSpec, plain_content
 from ..live.ports import children
 from ..live.recipes import Recipe
@@ -159,7 +159,29 @@ def _streamed(source: Source, job: Job) -> tuple[Report, Done] | None:
             plan = _run(after.module(), after.read, given)
             _compare(source, plan, _run(captured, lambda name: now.read(names[name]), given))
 
-    return report, Done(module, recipe.changes, weights, read, lambda name: after.store.form(known(name)), check)
+    def form(name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return after.store.form(known(name))
+
+    flags = {} if recipe.changes or after is program else weightless(after)
+    if flags:
+        report = replace(report, notes=(*report.notes, f"config.json says {', '.join(flags)}: gains are folded away"))
+    return report, Done(module, recipe.changes, weights, read, form, check, flags)
+
+
+def weightless(program: Program) -> dict[str, object]:
+    """Return the config's flags that tell servers of norms without gains (FlashNorm, arXiv 2407.09577).
+
+    `flash_norm` where those that blocks read through have none (GeeeekExplorer/nano-vllm#220), `flashnorm_folded` where
+    the final one has none either (vllm-project/vllm#41431). Empty for networks whose blocks have other norms.
+    """
+    sites = [site for s in program.network.streams for _, site in s.sites() if site.where is not Where.INNER]
+    inner = [site.norm for site in sites if site.where is Where.IN]
+    final = [site.norm for site in sites if site.where is Where.FINAL]
+    plain = all(norm.kind is Kind.RMS and not norm.plus_one for norm in (*inner, *final))
+    if not plain or not inner or len(sites) != len(inner) + len(final):
+        return {}
+    bare = [all(not n.gamma or program.is_ones(n.gamma) for n in norms) for norms in (inner, final)]
+    return {"flash_norm": True, **({"flashnorm_folded": True} if bare[1] else {})} if bare[0] else {}
 
 
 def _dtype(files: Mapping[str, Stored]) -> torch.dtype:

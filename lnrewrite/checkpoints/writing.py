@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".
 
 SMALL = 1e-2
 """Below which a number of a config may be the eps of its norms."""
+
+WEIGHTLESS = ("flash_norm", "flashnorm_folded")
+"""What a config says where norms have no gains: it holds for what is written only if that was looked at."""
+
 SHARD = 5 << 30
 """The size of a shard, in bytes, where the source's shards do not say what goes together."""
 
@@ -86,7 +90,10 @@ def held_by(path: Path) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class Done:
-    """Hold a rewritten model that is to be written: `read` gives the pieces of a tensor of `module`'s state."""
+    """Hold a rewritten model that is to be written: `read` gives the pieces of a tensor of `module`'s state.
+
+    flags: what config.json says in addition.
+    """
 
     module: nn.Module
     changes: list[dict[str, object]]
@@ -94,6 +101,7 @@ class Done:
     read: Callable[[str], Iterable[torch.Tensor]]
     form: Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
     check: Callable[[Path], None]
+    flags: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def in_memory(
@@ -176,6 +184,7 @@ def write_folder(folder: Path, source: Path, done: Done, pipeline: str, stock: d
     if structural and stock is None:
         content = recorded(content, done.module, structural, pipeline)
         (folder / FILE).write_text(generate(content[KEY]))
+    content = {**{key: value for key, value in content.items() if key not in WEIGHTLESS}, **done.flags}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     carry(source, folder, lambda path: path.name.endswith(WEIGHTS))
     _write_weights(folder, list(_shards(done)))
