@@ -84,6 +84,8 @@ class Code(StrEnum):
     LN312 = "LN312"
     LN313 = "LN313"
     LN314 = "LN314"
+    LN315 = "LN315"
+    LN316 = "LN316"
     LN402 = "LN402"
     LN403 = "LN403"
     LN404 = "LN404"

@@ -58,6 +58,31 @@ def empty_model(source: Source, dtype: torch.dtype) -> torch.nn.Module:
         return module.eval()  # type: ignore[no-any-return]
 
 
+def blank_model(model_type: str, fields: dict[str, object], causal: bool, dtype: torch.dtype) -> torch.nn.Module:
+    """Build a stock network of transformers from its config's fields, all its parameters zero; buffers are real.
+
+    causal: with the head of a causal language model, else the bare network. Raises what the library does for a config
+    that it does not take.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    made: Any = AutoModelForCausalLM if causal else AutoModel
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _meta_parameters():
+            module = made.from_config(AutoConfig.for_model(model_type, **fields))
+        for name, parameter in list(module.named_parameters()):
+            holder = module.get_submodule(name.rpartition(".")[0])
+            zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)  # takes no memory before it is written
+            setattr(holder, name.rpartition(".")[2], torch.nn.Parameter(zeros))
+    finally:
+        torch.set_default_dtype(before)
+    module.tie_weights()
+    return module.eval()  # type: ignore[no-any-return]
+
+
 @contextlib.contextmanager
 def _meta_parameters() -> Iterator[None]:
     """Make every parameter that a module registers be on the meta device: its memory is never touched."""

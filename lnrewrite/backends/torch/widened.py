@@ -94,7 +94,7 @@ class Widened(fx.Interpreter):
     def _meant(self, value: object) -> object:
         if self.read is not None and isinstance(value, torch.device) and value.type == "meta":
             return torch.device("cpu")
-        return _wide(value) if self.wide else value
+        return widest(value) if self.wide else value
 
 
 def worked_out(module: CapturedModule, name: str, read: Read | None = None) -> torch.Tensor:
@@ -121,7 +121,8 @@ def _jittered(value: torch.Tensor, bit: float, seed: int) -> torch.Tensor:
     return moved
 
 
-def _wide(value: object, to: torch.dtype = torch.float64) -> object:
+def widest(value: object, to: torch.dtype = torch.float64) -> object:
+    """Return `to` for a dtype of fewer bits, and anything else as it is."""
     return to if any(value is low for low in LOW) else value
 
 
@@ -135,7 +136,7 @@ def widened(module: nn.Module, to: torch.dtype) -> nn.Module:
     made = copy.deepcopy(module).to(to).eval()
     if isinstance(made, fx.GraphModule):
         for node in made.graph.nodes:
-            node.args, node.kwargs = pytree.tree_map(lambda v: _wide(v, to), (node.args, dict(node.kwargs)))
+            node.args, node.kwargs = pytree.tree_map(lambda v: widest(v, to), (node.args, dict(node.kwargs)))
         made.recompile()
     return made
 
@@ -152,4 +153,4 @@ class Float64(TorchFunctionMode):
     ) -> object:
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             func = torch.Tensor.double
-        return func(*map(_wide, args), **{k: _wide(v) for k, v in (kwargs or {}).items()})
+        return func(*map(widest, args), **{k: widest(v) for k, v in (kwargs or {}).items()})

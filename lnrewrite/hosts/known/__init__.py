@@ -1,0 +1,56 @@
+"""The hosts, a file each, in the order in which `auto` tries them: those that most servers take come first."""
+
+from __future__ import annotations
+
+from ...errors import Code, unknown
+from ..host import Host
+from . import (
+    bert,
+    cohere,
+    exaone4,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    gpt_neox,
+    granite,
+    hyperclovax,
+    llama,
+    mistral,
+    olmo2,
+    openai_gpt,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    roberta,
+    roberta_prelayernorm,
+    stablelm,
+    starcoder2,
+)  # fmt: skip
+
+_ORDER = (
+    llama, qwen2, qwen3, mistral, phi3, granite, hyperclovax, glm4, gemma2, gemma3, olmo2, exaone4, cohere, gpt_neox,
+    stablelm, starcoder2, gpt2, opt, openai_gpt, bert, roberta, roberta_prelayernorm,
+)  # fmt: skip
+HOSTS = {module.HOST.name: module.HOST for module in _ORDER}
+"""Every host by its model type."""
+
+SERVERS = {
+    "vLLM": "vllm-project/vllm at 055e47c, `vllm/model_executor/models/`",
+    "llama.cpp": "ggml-org/llama.cpp at 0f72889, `src/models/`",
+    "onnxruntime-genai": "microsoft/onnxruntime-genai, `src/python/py/models/builders/` as of 2026",
+}
+"""Where what the hosts say of a server was read."""
+
+AUTO = "auto"
+"""What stands for the first host that fits."""
+
+
+def hosts_named(name: str) -> list[Host]:
+    """Return the host of a name, all for `auto`. Raises UsageError LN003 for a name that is none."""
+    if name == AUTO:
+        return list(HOSTS.values())
+    if name not in HOSTS:
+        unknown(Code.LN003, "host", name, [*HOSTS, AUTO])
+    return [HOSTS[name]]
