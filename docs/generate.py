@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import lnrewrite
 from lnrewrite.codes import GROUPS
 from lnrewrite.errors import Code
+from lnrewrite.hosts.host import Host
+from lnrewrite.hosts.known import HOSTS, SERVERS
 from lnrewrite.pipeline import PRESETS
 from lnrewrite.pipeline.catalog import describe
 
@@ -20,6 +23,7 @@ def pages(folder: Path) -> None:
         _write(codes / f"{code}.md", code_page(code))
     _write(codes / "index.md", code_index())
     _write(folder / "passes.md", pass_page())
+    _write(folder / "hosts.md", host_page())
     for old in codes.glob("LN*.md"):
         if old.stem not in CODES:
             old.unlink()
@@ -80,6 +84,29 @@ def pass_page() -> str:
         options = f"Options: `{row['options']}`" if row["options"] else "No options."
         parts += [f"## {row['name']}", f"```text\n{row['doc'].rstrip()}\n```", options]
     return "\n\n".join(parts) + "\n"
+
+
+def host_page() -> str:
+    """Return the page of hosts: a table of all, and what servers take of those whose sources were read."""
+    parts = [
+        "# Hosts",
+        "The stock architectures of transformers that `lnrewrite rehost` and `convert --as` write, in the order\n"
+        "in which `auto` tries them. Which of them a network fits is found by comparing and running the two\n"
+        "([](../guides/serving.md)), never looked up.",
+        "\n".join(["| host | |", "|---|---|", *(f"| `{h.name}` | {_about(h)} |" for h in HOSTS.values())]),
+        "## What servers take",
+        "These were read in the servers' sources, not run:",
+        "\n".join(f"- {server}: {where}" for server, where in SERVERS.items()),
+    ]
+    rows = [f"| `{h.name}` | {server} | {what} |" for h in HOSTS.values() for server, what in h.served.items()]
+    parts.append("\n".join(["| host | server | takes |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _about(host: Host) -> str:
+    """Return what a host's own file says of it."""
+    text = (inspect.getmodule(host.config).__doc__ or "").strip()
+    return text + (f" {host.note[0].upper()}{host.note[1:]}." if host.note else "")
 
 
 def _write(path: Path, text: str) -> None:

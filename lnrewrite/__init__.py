@@ -21,7 +21,9 @@ out and refused (`pipeline.sounding`).
 Rooms, a floor a line; imports go down only, and import-linter holds it (pyproject.toml, tests/test_layers.py):
 
     cli/                          click commands; nothing imports it
+    rehosting                     a checkpoint folder in, a folder of a stock architecture out
     api                           the way in: any MODEL loaded, a file or a module converted
+    hosts/                        stock architectures that hold what was made, and a folder written as one
     checkpoints/                  a checkpoint folder in, a folder out
     healing/                      short trainings, of programs and of modules in Python
     live/, runtime/               modules rewritten in place; ONNX Runtime as users run it
@@ -73,6 +75,7 @@ __all__ = [
     "heal",
     "load",
     "norm_add_norm",
+    "rehost",
     "rewrite",
     "rewrite_file",
     "session",
@@ -91,6 +94,7 @@ if TYPE_CHECKING:
     from .models.onnx_program import OnnxProgram
     from .models.program import Program, capture
     from .pipeline.driver import Pipeline, Result
+    from .rehosting import rehost
     from .runtime.benching import bench
     from .runtime.sessions import session
 
@@ -110,6 +114,7 @@ _HOME = {
     "heal": "healing.session",
     "load": "api",
     "norm_add_norm": "kernels.torch_op",
+    "rehost": "rehosting",
     "rewrite": "live.rewriting",
     "rewrite_file": "api",
     "session": "runtime.sessions",

@@ -68,7 +68,7 @@ def load_source(source: Source) -> Program | OnnxProgram:
         from .models.onnx_program import OnnxProgram
 
         return OnnxProgram.open(source.graph, source.name, source.how.inputs, source.how.seed)
-    return _loaded(source, open_module(source))
+    return capture_opened(source, open_module(source))
 
 
 def load_to_export(
@@ -88,7 +88,7 @@ def load_to_export(
         return load_source(source)
     opened = open_module(source)
     if opened.module is None or not (kv_cache or generates(opened.module)):
-        return _loaded(source, opened)
+        return capture_opened(source, opened)
     need_onnx(f"model {source.name!r}")
     from .models.decoder import decoder, encoder_decoder
 
@@ -100,11 +100,11 @@ def load_to_export(
         if kv_cache or error.code != Code.LN504:
             raise
         why = f"exported without a cache: {error.why}"
-    return _loaded(source, replace(opened, notes=(*opened.notes, why)))
+    return capture_opened(source, replace(opened, notes=(*opened.notes, why)))
 
 
-def _loaded(source: Source, opened: Opened) -> Program:
-    """Capture what was opened."""
+def capture_opened(source: Source, opened: Opened) -> Program:
+    """Capture what `open_module` gave. Raises as `load`."""
     if opened.program is not None:
         taken = _taken_over(source.name, opened.program)
         check_finite(taken.module)

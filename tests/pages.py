@@ -36,7 +36,10 @@ class Block:
 def pages() -> list[Path]:
     """Return README and the pages that are written by hand, and not those that are generated."""
     found = [p for p in (ROOT / "docs").rglob("*.md") if not {"_build", "codes"} & set(p.parts)]
-    return [ROOT / "README.md", *sorted(p for p in found if p.name != "passes.md" or p.parent.name == "guides")]
+    return [
+        ROOT / "README.md",
+        *sorted(p for p in found if p.name not in ("passes.md", "hosts.md") or p.parent.name == "guides"),
+    ]
 
 
 def label(page: Path) -> str:

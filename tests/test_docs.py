@@ -88,7 +88,7 @@ def test_names_exist(page: Path) -> None:
     paths = re.findall(r"`((?:\.ci|\.github|docs|examples|lnrewrite|passes|tests)/[\w./-]*)", text)
     assert [path for path in paths if not (ROOT / path).exists()] == []
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", text)
-    generated = re.compile(r"reference/(codes/(index|LN\d+)|passes)\.md$")
+    generated = re.compile(r"reference/(codes/(index|LN\d+)|passes|hosts)\.md$")
     there = [
         generated.search((page.parent / link).as_posix()) or (page.parent / link).exists() for link in links if link
     ]

@@ -19,7 +19,9 @@ from .about import doctor, versions, versions_told
 from .console import Group, show
 from .generate import generate
 from .heal import heal
+from .kernels import kernels
 from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, among, options, target_of, tell_name
+from .rehost import rehost
 
 if TYPE_CHECKING:
     from ..pipeline.driver import Pipeline
@@ -57,18 +59,24 @@ def main(context: click.Context, version: bool, verbose: bool) -> None:
 
 @main.command()
 @click.argument("model")
+@click.option(
+    "--hosts", is_flag=True, help="A checkpoint folder: which stock architectures could hold it, and why not."
+)
 @options(model=True)
-def inspect(model: str, how: OpenOptions, screen: Screen) -> None:
+def inspect(model: str, hosts: bool, how: OpenOptions, screen: Screen) -> None:
     """Show the residual streams: blocks, placements, norms, and what is not understood."""
-    from .tables import placement_map
+    from .tables import host_table, placement_map
 
     source = identify(model, how)
     with screen.working(f"capturing {model}"):
         from ..api import load_source
+        from ..rehosting import fits_of
 
-        program = load_source(source)
+        program, fits = fits_of(source) if hosts else (load_source(source), [])
         LOGGER.info("looking for residual streams")
         found = program.inspect()
+        if hosts:
+            found["hosts"] = [fit.to_dict() for fit in fits]
     if not any(stream["blocks"] for stream in found["streams"]):
         nothing = Refusal(
             Code.LN201,
@@ -78,7 +86,8 @@ def inspect(model: str, how: OpenOptions, screen: Screen) -> None:
         )
         first = next(iter(program.certified.refusals), nothing)
         raise LnrewriteError.of(first.at(f"{model}: {first.site}"))
-    screen.answer(found, lambda: placement_map(found, screen.verbose), found["placement"])
+    shown = host_table if hosts else lambda row: placement_map(row, screen.verbose)
+    screen.answer(found, lambda: shown(found), found["placement"])
 
 
 @main.command()
@@ -96,6 +105,7 @@ def inspect(model: str, how: OpenOptions, screen: Screen) -> None:
 @click.option("--blocks", metavar="SELECT", help="name-glob, 3, 0-5, first:25%, last:2, attention, mlp, joined by ';'.")
 @click.option("--fit", help="With DATA: reconstruct, which is the default, or constants alone.")
 @click.option("--keep-sizes", is_flag=True, help="Post to pre, exactly: keep what a norm divides by, for each token.")
+@click.option("--as", "host", metavar="HOST", help="Of a checkpoint folder: write a stock architecture, or auto.")
 @options(model=True, writes=True)
 def convert(
     model: str,
@@ -106,6 +116,7 @@ def convert(
     blocks: str | None,
     fit: str | None,
     keep_sizes: bool,
+    host: str | None,
     **asked: Any,
 ) -> int:
     """Change where the norms sit: MODEL with every (selected) block converted to one placement."""
@@ -120,8 +131,9 @@ def convert(
         raise UsageError(Code.LN004, f"block selection {blocks!r}", "it is empty or holds spaces or braces", remedy)
     if keep_sizes and fit:
         raise UsageError(Code.LN003, "--fit with --keep-sizes", "nothing is fitted where sizes are kept", "give one")
-    text = placing(to, norm, selection, fit or "reconstruct", keep_sizes)
-    return _rewrite(model, Pipeline.parse(text), output, dry_run, named=to, **asked)
+    plain = host is not None and to == "pre" and not keep_sizes  # no stock architecture scales its skips
+    text = placing(to, norm, selection, fit or "reconstruct", keep_sizes, plain)
+    return _rewrite(model, Pipeline.parse(text), output, dry_run, named=to, host=host, **asked)
 
 
 @main.command()
@@ -220,8 +232,8 @@ def verify(reference: str, candidate: str, tolerance: str | None, how: OpenOptio
     return Exit.DIFFERENT if found.differs else Exit.DONE
 
 
-main.add_command(heal)
-main.add_command(generate)
+for command in (heal, generate, rehost, kernels):
+    main.add_command(command)
 main.add_command(doctor)
 
 
@@ -247,34 +259,6 @@ def bench(models: tuple[str, ...], inputs: tuple[str, ...], screen: Screen, **as
 
         found = timed(models, inputs=list(inputs) or None, **asked)
     screen.answer(found, lambda: timings(found))
-
-
-@main.group(invoke_without_command=True)
-@click.pass_context
-def kernels(context: click.Context) -> None:
-    """Build lnrewrite's own operators for ONNX Runtime (export --fuse custom)."""
-    if context.invoked_subcommand is None:
-        show(context.get_help())
-
-
-@kernels.command()
-@click.option("-o", "--output", metavar="FILE", help="The library; default: where sessions look for it.")
-@click.option("--cuda/--no-cuda", default=None, help="With or without CUDA; default: with it where nvcc is found.")
-@click.option("--force", is_flag=True, help="Overwrite FILE.")
-@options()
-def build(output: str | None, cuda: bool | None, force: bool, screen: Screen) -> None:
-    """Compile the library of operators with the C++ compiler, and nvcc, that are here."""
-    if output is not None:
-        from ..files.output import check_output
-
-        check_output(output, force)
-    with screen.working("compiling"):
-        from ..kernels.building import build as compiled
-
-        found = compiled(output, cuda=cuda)
-    row = {"library": str(found.library), "compiler": found.compiler, "nvcc": found.nvcc}
-    built = f"{found.library}\nfor the CPU, " + (f"and for CUDA by {found.nvcc}" if found.nvcc else "not for CUDA")
-    screen.answer(row, lambda: built, "")
 
 
 @main.command()
@@ -331,6 +315,7 @@ def _rewrite(
     force: bool,
     lenient: bool = False,
     named: str = "result",
+    host: str | None = None,
 ) -> int:
     """Run a pipeline on a model and write the result, the body of convert and opt; return the exit code."""
     from ..pipeline.job import Job
@@ -340,11 +325,19 @@ def _rewrite(
     job = Job(pipeline, partial, lenient, not no_verify, accept, how.seed)
     with screen.working(f"opening {model}"):
         from ..api import rewrite_source
+        from ..rehosting import rehost_source
 
-        report = rewrite_source(source, job, output, calibrate=calibrate, force=force)
+        if host is not None and output is not None:
+            found, done = rehost_source(source, job, host, output, calibrate=calibrate, force=force)
+            assert done is not None
+            report, housed, said = done, found.to_dict(), f"\n\n{found}"
+        else:
+            report = rewrite_source(source, job, output, calibrate=calibrate, force=force)
+            housed, said = {}, ""
     if no_verify:
         LOGGER.warning(f"warning: nothing shows that {report.output or 'the result'} computes what {model} does")
     tell_name(output, report.output)
     dry = "" if report.output else "\n\ndry run: nothing was written"
-    screen.answer(report.to_dict(), lambda: f"pipeline   {report.pipeline}\n{report}{dry}", "")
+    row = {**housed, **report.to_dict()}
+    screen.answer(row, lambda: f"pipeline   {report.pipeline}\n{report}{dry}{said}", "")
     return Exit.PARTIAL if report.refusals and partial and not lenient else Exit.DONE

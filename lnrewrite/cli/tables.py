@@ -40,6 +40,20 @@ def placement_map(found: Row, every: bool = False) -> str:
     return "\n".join(wrapped(lines))
 
 
+def host_table(found: Row) -> str:
+    """Return the hosts of an `inspect --hosts` object: for each placement those that fit, and why others do not."""
+    lines = [f"{found['format']}, {found['placement']}"]
+    for placement in dict.fromkeys(row["placement"] for row in found["hosts"]):
+        rows = [row for row in found["hosts"] if row["placement"] == placement]
+        fits = [row["host"] for row in rows if row["fits"]]
+        as_it_is = " (as it is)" if placement == found["placement"] else ""
+        lines += ["", f"{placement}{as_it_is}: {', '.join(fits) or 'no host'}"]
+        reasons = dict.fromkeys(row["why"] for row in rows if not row["fits"])
+        for why in reasons:
+            lines.append(f"  not {', '.join(row['host'] for row in rows if row['why'] == why)}: {why}")
+    return "\n".join(wrapped(lines))
+
+
 def timings(found: Row) -> str:
     """Return the table of a `bench` object: a row per model, times in ms, the ratio to the first with its spread."""
     threads = "1 CPU thread" if found["threads"] == 1 else f"{found['threads']} CPU threads, spinning within a run"
