@@ -9,7 +9,7 @@ import lnrewrite
 from lnrewrite.codes import GROUPS
 from lnrewrite.errors import Code
 from lnrewrite.hosts.host import Host
-from lnrewrite.hosts.known import HOSTS, SERVERS
+from lnrewrite.hosts.known import HOSTS, SERVERS, TYPES
 from lnrewrite.pipeline import PRESETS
 from lnrewrite.pipeline.catalog import describe
 
@@ -100,6 +100,9 @@ def host_page() -> str:
     ]
     rows = [f"| `{h.name}` | {server} | {what} |" for h in HOSTS.values() for server, what in h.served.items()]
     parts.append("\n".join(["| host | server | takes |", "|---|---|---|", *rows]))
+    parts.append("Of these, only the list of model types was read:")
+    types = (f"- {server} ({where}): {', '.join(f'`{t}`' for t in known)}" for server, (where, known) in TYPES.items())
+    parts.append("\n".join(types))
     return "\n\n".join(parts) + "\n"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lnrewrite as lnr
@@ -198,8 +199,47 @@ def test_the_table_holds_what_was_promised() -> None:
 
 @pytest.mark.parametrize(("name", "triples"), [("qwen2", [("peri", "glm4"), ("pre", "hyperclovax")])])
 def test_a_few_in_every_run(name: str, triples: list[tuple[str, str]], tmp_path: Path) -> None:
-    """Would catch: as the whole table, in seconds."""
+    """Would catch: as the whole table, in seconds; and tensors that vLLM's loader has no parameter for, or lacks."""
     write_all(name, triples, tmp_path)
+    for placement, host in triples:
+        assert as_vllm_loads(tmp_path / f"{placement}-{host}") == of_vllm(tmp_path / f"{placement}-{host}")
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def as_vllm_loads(folder: Path) -> Shapes:
+    """Return a folder's tensors under the names, and of the sizes, that vLLM's mapper makes of them.
+
+    As `hf_to_vllm_mapper` of its hyperclovax.py, and its AutoWeightsLoader: rows of q, k and v are put together, and so
+    are gate and up (vllm-project/vllm at 055e47c, read).
+    """
+    made: Shapes = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        name = re.sub(r"\.(q|k|v)_proj\.", ".qkv_proj.", re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name))
+        rows = made.get(name, (0,))[0] + tensor.shape[0]
+        made[name] = (rows, *tensor.shape[1:])
+    return made
+
+
+def of_vllm(folder: Path) -> Shapes:
+    """Return the parameters of vLLM's HyperCLOVAXForCausalLM or Glm4ForCausalLM for a config (at 055e47c, read)."""
+    config = json.loads((folder / "config.json").read_text())
+    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * head
+    rows = queries + 2 * config["num_key_value_heads"] * head
+    clova = config["model_type"] == "hyperclovax"
+    outer = ["post_norm1", "post_norm2"] if clova else ["post_self_attn_layernorm", "post_mlp_layernorm"]
+    norms = ["input_layernorm", "post_attention_layernorm", *(outer if config.get("use_post_norm", True) else [])]
+    layer: Shapes = {f"{norm}.weight": (width,) for norm in norms}
+    layer |= {"self_attn.qkv_proj.weight": (rows, width), "self_attn.o_proj.weight": (width, queries)}
+    layer |= {"mlp.gate_up_proj.weight": (2 * inner, width), "mlp.down_proj.weight": (width, inner)}
+    layer |= {"self_attn.qkv_proj.bias": (rows,)} if config["attention_bias"] else {}
+    layer |= {"self_attn.o_proj.bias": (width,)} if config["attention_bias"] and clova else {}
+    whole = {f"model.layers.{i}.{n}": s for i in range(config["num_hidden_layers"]) for n, s in layer.items()}
+    ends = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
+    head_too = {} if config["tie_word_embeddings"] else {"lm_head.weight": (config["vocab_size"], width)}
+    return {**whole, **ends, **head_too}
 
 
 def refusal(name: str, host: str, change: Any = None) -> str:

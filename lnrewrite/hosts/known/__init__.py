@@ -38,10 +38,25 @@ HOSTS = {module.HOST.name: module.HOST for module in _ORDER}
 
 SERVERS = {
     "vLLM": "vllm-project/vllm at 055e47c, `vllm/model_executor/models/`",
+    "SGLang": "sgl-project/sglang at 0673f44 (`glm4.py`) and 00b08c4 (`gemma2.py`), `python/sglang/srt/models/`",
     "llama.cpp": "ggml-org/llama.cpp at 0f72889, `src/models/`",
     "onnxruntime-genai": "microsoft/onnxruntime-genai, `src/python/py/models/builders/` as of 2026",
 }
 """Where what the hosts say of a server was read."""
+
+TYPES = {
+    "text-generation-inference": (
+        "huggingface/text-generation-inference at db931fc, `server/text_generation_server/models/__init__.py`",
+        ("llama", "qwen2", "mistral", "phi3", "granite", "gemma2", "gemma3_text", "cohere", "gpt_neox", "starcoder2",
+         "gpt2", "opt"),
+    ),
+    "optimum-onnx": (
+        "huggingface/optimum-onnx at 1939f27, `optimum/exporters/onnx/model_configs.py`",
+        ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "gemma2", "gemma3_text", "olmo2", "cohere",
+         "gpt_neox", "stablelm", "gpt2", "opt", "bert", "roberta"),
+    ),
+}  # fmt: skip
+"""Servers of whose sources only the list of model types was read: where, and the hosts among them."""
 
 AUTO = "auto"
 """What stands for the first host that fits."""

@@ -9,4 +9,5 @@ def config(n: Numbers) -> Config:
     return {**n.rotary(), **plain, "hidden_act": n.activation, "rms_norm_eps": n.eps}
 
 
-HOST = Host("exaone4", config)
+SERVED = {"vLLM": "`exaone4.py` (at 00620f9): SiLU alone; rotary positions in layers without a window too"}
+HOST = Host("exaone4", config, SERVED)
