@@ -379,6 +379,35 @@ FROM_BLOCK_TO_BLOCK = {"size", "times"}
 """Operations of a value that one block makes and others take, which is no module's: the live route refuses (LN310)."""
 
 
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("plus_one", [True, False])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_class_of_norms_computes_one_thing(kind: str, weight: bool, bias: bool, plus_one: bool, axis: int) -> None:
+    """Would catch: a server's kernel for one norm that is put for another of its class, which computes more.
+
+    vLLM's transformers backend takes a class whose forward is `rms_norm` of the input, and nothing behind it, for an
+    RMSNorm with the weight as it is stored.
+    """
+    how = {"kind": kind, "width": 6, "eps": 0.1, "weight": weight, "bias": bias, "plus_one": plus_one, "axis": axis}
+    made = build_pieces([{"is": "norm", **how}])
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_()
+    graph = fx.symbolic_trace(made).graph
+    last = next(iter(graph.output_node().all_input_nodes))
+    bare = "rms_norm" in str(last.target) and next(iter(last.all_input_nodes)).op == "placeholder"
+    plain = kind == "rms" and axis == -1 and not bias and not plus_one
+    assert (type(made).__name__ == "RMSNorm") is plain
+    assert bare is plain
+    x, w, b = torch.randn(2, 6, 6), getattr(made, "weight", None), getattr(made, "bias", None)
+    y = x.transpose(axis, -1)
+    y = y - y.mean(-1, keepdim=True) if kind == "layer" else y
+    y = y / (y.square().mean(-1, keepdim=True) + 0.1).sqrt() * (1 if w is None else w + plus_one)
+    assert torch.allclose(made(x), (y + (0 if b is None else b)).transpose(axis, -1), atol=1e-5)
+
+
 def test_every_operation_of_the_editor_is_a_piece_that_a_module_computes() -> None:
     """A new operation of `Editor` stands here with its calls, or this fails: the live route would refuse it (LN310)."""
     torch.manual_seed(0)
