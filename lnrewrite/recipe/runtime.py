@@ -109,7 +109,7 @@ class Center(nn.Module):
 
 def norm(kind: str, width: int, eps: float, weight: bool, bias: bool, **how: Any) -> nn.Module:
     """Build a norm, of the class that says what it computes."""
-    plain = kind == "rms" and not bias and not how.get("plus_one") and how.get("axis", -1) == -1
+    plain = kind == "rms" and not bias and not (weight and how.get("plus_one")) and how.get("axis", -1) == -1
     return (RMSNorm if plain else Norm)(kind, width, eps, weight, bias, **how)
 
 
