@@ -42,8 +42,8 @@ class FixNorms(Pass):
     eps: float = 1e12
 
     def __post_init__(self) -> None:
-        if not FIXED <= self.eps <= 1e30:
-            raise ValueError(f"eps must be from {FIXED:g} to 1e30, where a norm divides by one number")
+        if not FIXED <= self.eps <= 1e24:
+            raise ValueError(f"eps must be from {FIXED:g} to 1e24, where a norm divides by one number")
 
     def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose one edit for each norm that reads the stream."""

@@ -321,7 +321,7 @@ def _rewrite(
     from ..pipeline.job import Job
 
     source = identify(model, how)  # what is not there is told before torch is imported
-    output = None if dry_run else output or source.named_after(named)
+    output = None if dry_run else source.named_after(named) if output is None else output
     job = Job(pipeline, partial, lenient, not no_verify, accept, how.seed)
     with screen.working(f"opening {model}"):
         from ..api import rewrite_source
