@@ -88,7 +88,7 @@ def fits_of(source: Source) -> tuple[Program, list[Fit]]:
     """
     program, config = _with_config(source)
     blanks, rows = Blanks(), list[Fit]()
-    for to in dict.fromkeys((program.network.placement, "pre", "post", "peri", "output")):
+    for to in dict.fromkeys((program.network.placement, "pre", "post", "peri", "output", "none")):
         held = program
         if to != program.network.placement:
             LOGGER.info(f"converting to {to}")
