@@ -55,6 +55,19 @@ def spoils(code: str) -> Callable[[Spoil], Spoil]:
     return enter
 
 
+@spoils("LN030")
+def attribute_of_no_function(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node[0].attribute[0].ref_attr_name = "axis"
+
+
+@spoils("LN030")
+def attribute_that_its_function_lacks(model: onnx.ModelProto, folder: Path) -> None:
+    called(1, 1)(model, folder)
+    node = helper.make_node("LeakyRelu", ["x"], ["leaky"])
+    node.attribute.add(name="alpha", type=onnx.AttributeProto.FLOAT, ref_attr_name="slope")
+    model.functions[0].node.append(node)
+
+
 @spoils("LN027")
 def opset_of_the_future(model: onnx.ModelProto, folder: Path) -> None:
     model.opset_import[0].version = 999

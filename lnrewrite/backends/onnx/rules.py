@@ -40,6 +40,8 @@ class Rules:
     def __init__(self, proto: onnx.ModelProto, path: Path, name: str) -> None:
         self.proto, self.path, self.name = proto, path, name
         self.root = path.resolve().parent
+        self.parameters: frozenset[str] = frozenset()
+        """The attributes of the function that is checked: its nodes, and no others, may refer to them."""
 
     def invalid(self, why: str) -> LnrewriteError:
         return LnrewriteError(Code.LN030, f"model {self.name!r}", why, "check it with onnx.checker, or export it again")
@@ -51,6 +53,7 @@ class Rules:
         self.graph(self.proto.graph, frozenset(), version)
         for function in self.proto.functions:
             own = [o.version for o in function.opset_import if o.domain in STANDARD]
+            self.parameters = frozenset((*function.attribute, *(a.name for a in function.attribute_proto)))
             self.nodes(function.node, set(function.input), own[0] if own else version)
 
     def versions(self) -> int:
@@ -85,6 +88,8 @@ class Rules:
             if attribute.type != wanted or attribute.type == _KINDS.UNDEFINED:
                 kinds = [_KINDS.AttributeType.Name(k) for k in (attribute.type, wanted)]
                 raise self.invalid(f"{what}: attribute {name!r} has type {kinds[0]}, not {kinds[1]}")
+            if (other := attribute.ref_attr_name) and other not in self.parameters:
+                raise self.invalid(f"{what}: attribute {name!r} is that of {other!r}, and no function has it")
             if node.op_type != "Constant" and any(isnan(f) for f in (attribute.f, *attribute.floats)):
                 raise self.invalid(f"{what}: attribute {name!r} is not a number")
             if name == "epsilon" and not (isfinite(attribute.f) and attribute.f >= 0):
