@@ -96,8 +96,14 @@ class GraphModel(Exportable, Generic[StoredT]):
         """Return the value of a node that stored numbers alone decide, computed in float64."""
 
     @abstractmethod
+    def observe(self, batch: Batch, wanted: Collection[str], see: calibration.See) -> None:
+        """Run the model on one batch and show the values of some of its nodes, by name, in the order of the graph."""
+
     def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, Tensor]:
         """Run the model on one batch and return the values of some of its nodes."""
+        kept: dict[str, Tensor] = {}
+        self.observe(batch, wanted, kept.__setitem__)
+        return kept
 
     @abstractmethod
     def is_ones(self, param: str) -> bool: ...

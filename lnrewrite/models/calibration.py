@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -25,6 +25,8 @@ BYTES = 1 << 29
 
 Recorder = Callable[[Batch, Sequence[str]], Mapping[str, torch.Tensor]]
 """Runs a model on one batch and returns the values of some of its nodes."""
+See = Callable[[str, torch.Tensor], object]
+"""Takes a node's name and its value."""
 
 
 def collect(network: Network, record: Recorder, batches: Sequence[Batch], seed: int = 0) -> dict[str, Samples]:
@@ -66,37 +68,31 @@ def peaks(graph: OpGraph, record: Recorder, batches: Sequence[Batch]) -> dict[st
     return found
 
 
-def recorder(module: CapturedModule) -> Recorder:
-    """Return what runs a captured module and keeps the values of some nodes."""
-
-    def record(batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        interpreter = _Keeping(module, frozenset(wanted))
-        inputs = flat_inputs(module, batch)
-        try:
-            with evaluating(module), quiet():
-                interpreter.run(*inputs, enable_io_processing=False)
-        except (RuntimeError, IndexError, ValueError) as error:
-            if path := other_path(error):
-                raise elsewhere("calibration data", path) from error
-            why = f"the model fails on it: {words(error).partition(chr(10))[0]}"
-            raise LnrewriteError(Code.LN022, "calibration data", why, "give data that fit the model") from error
-        return interpreter.kept
-
-    return record
+def observe(module: CapturedModule, batch: Batch, wanted: Collection[str], see: See) -> None:
+    """Run a captured module on a batch and show the values of some nodes as they are made; none is kept."""
+    interpreter = _Showing(module, frozenset(wanted), see)
+    inputs = flat_inputs(module, batch)
+    try:
+        with evaluating(module), quiet():
+            interpreter.run(*inputs, enable_io_processing=False)
+    except (RuntimeError, IndexError, ValueError) as error:
+        if path := other_path(error):
+            raise elsewhere("calibration data", path) from error
+        why = f"the model fails on it: {words(error).partition(chr(10))[0]}"
+        raise LnrewriteError(Code.LN022, "calibration data", why, "give data that fit the model") from error
 
 
-class _Keeping(fx.Interpreter):
-    """Run a graph and keep the values of some nodes."""
+class _Showing(fx.Interpreter):
+    """Run a graph and show the values of some nodes."""
 
-    def __init__(self, module: CapturedModule, wanted: frozenset[str]) -> None:
+    def __init__(self, module: CapturedModule, wanted: frozenset[str], see: See) -> None:
         super().__init__(module)
-        self.wanted = wanted
-        self.kept: dict[str, torch.Tensor] = {}
+        self.wanted, self.see = wanted, see
 
     def run_node(self, n: fx.Node) -> object:
         value = super().run_node(n)
         if n.name in self.wanted:  # of an operator with several results, the first
-            self.kept[n.name] = (value[0] if isinstance(value, (tuple, list)) else value).detach()
+            self.see(n.name, (value[0] if isinstance(value, (tuple, list)) else value).detach())
         return value
 
 

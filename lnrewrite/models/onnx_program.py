@@ -42,6 +42,7 @@ from ..kernels.library import DOMAIN, find
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Fitted, Report
 from .base import Example, GraphModel
+from .calibration import See
 
 TRIED = 20_000
 """A model of more nodes is not tried on numbers: each trial copies it, and a copy of so many takes seconds."""
@@ -175,9 +176,11 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
     def _worked_out(self, name: str) -> Floats:
         return worked_out(self.model, name)
 
-    def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        found = self.module().watch(wanted, **self._by_name(batch))
-        return {name: found[name] for name in wanted}
+    def observe(self, batch: Batch, wanted: Collection[str], see: See) -> None:
+        """Run the model on one batch and show the values of some of its nodes, in the order of the graph."""
+        found = self.module().watch(list(wanted), **self._by_name(batch))
+        for name in sorted(wanted, key=self.graph.index.__getitem__):
+            see(name, found.pop(name))
 
     def synthetic(self, seed: int) -> Sequence[Batch]:
         """Make up eight batches of inputs that the model accepts."""

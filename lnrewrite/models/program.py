@@ -113,8 +113,9 @@ class Program(GraphModel[torch.Tensor]):
     def _worked_out(self, name: str) -> Floats:
         return self._array(worked_out(self._capture.module, name))
 
-    def _record(self, batch: Batch, wanted: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        return calibration.recorder(self._capture.module)(batch, wanted)
+    def observe(self, batch: Batch, wanted: Collection[str], see: calibration.See) -> None:
+        """Run the model on one batch and show the values of some of its nodes, each as it is made."""
+        calibration.observe(self._capture.module, batch, wanted, see)
 
     def synthetic(self, seed: int) -> Sequence[Batch]:
         """Make up eight batches of inputs like the example inputs."""

@@ -1,0 +1,190 @@
+"""Measure a stream while a model runs: what is said of each token is kept, and no state longer than its batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import Code, LnrewriteError
+from ..ir import Block, Stream, Where, sums
+from .figures import Massive, State
+
+MASSIVE, TIMES = 100.0, 1000.0
+"""What makes an activation massive: its size, and by how many times it passes the median (arXiv 2402.17762)."""
+HELD = 1 << 27
+"""How many bytes of one batch's states are held, to compare each with all before it; of larger ones fewer tokens."""
+
+
+def state_nodes(stream: Stream) -> list[tuple[str, int]]:
+    """Return the nodes of a stream's states, and their channels' axis: the source, and what each sum hands on.
+
+    Behind a trunk norm that is the norm's output.
+    """
+    if not stream.blocks:
+        return []
+    first = stream.blocks[0].anchor
+    found = [(first.state, first.axis)]
+    for group in sums(stream):
+        trunk = group[-1].at(Where.POST)
+        anchor = group[-1].anchor
+        found.append((trunk.origin[-1] if trunk else anchor.total, trunk.norm.axis if trunk else anchor.axis))
+    return found
+
+
+def tokens_of(value: Tensor, axis: int) -> Tensor:
+    """Return a value as rows [tokens, channels] in float64."""
+    rows = value.movedim(axis, -1)
+    return rows.reshape(-1, rows.shape[-1]).double()
+
+
+@dataclass
+class Sizes:
+    """Keep a value's size for each token, batch by batch: the RMS of its channels."""
+
+    held: list[Tensor] = field(default_factory=list)
+
+    def add(self, rows: Tensor) -> None:
+        """Add a batch's tokens [tokens, channels]."""
+        self.held.append(rows.square().mean(-1).sqrt())
+
+    @property
+    def tokens(self) -> Tensor:
+        """Return one size for each token of all batches."""
+        return torch.cat(self.held)
+
+    @property
+    def whole(self) -> float:
+        """Return the root mean square of all numbers."""
+        return float(self.tokens.square().mean().sqrt())
+
+
+class Meter:
+    """Measure one stream: show it its values as they are made, and say where a batch ends."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.nodes = stream, state_nodes(stream)
+        names = [g[-1].name for g in sums(stream)]
+        self.after: list[str | None] = [None, *names]
+        self.states = [Sizes() for _ in self.nodes]
+        self.variance: list[list[Tensor]] = [[] for _ in self.nodes]
+        self.kurtosis: list[list[Tensor]] = [[] for _ in self.nodes]
+        self.channels: list[Tensor | None] = [None for _ in self.nodes]
+        self.massive: dict[tuple[int, int], Massive] = {}
+        self.values = {name: (Sizes(), axis) for b in stream.blocks for name, axis in value_nodes(b)}
+        self.cosines: dict[tuple[int, int], list[Tensor]] = {}
+        self.held: dict[int, Tensor] = {}
+        self.first, self.rows = 0, 0
+
+    @property
+    def wanted(self) -> list[str]:
+        """Return the nodes whose values are to be shown."""
+        return [n for n, _ in self.nodes] + list(self.values)
+
+    def see(self, name: str, value: Tensor) -> None:
+        """Take a node's value."""
+        for index, (node, axis) in enumerate(self.nodes):
+            if node == name:
+                self._state(index, value, axis)
+        if name in self.values:
+            sizes, axis = self.values[name]
+            sizes.add(tokens_of(value, axis))
+
+    def end(self) -> None:
+        """End a batch: nothing of it is held any longer."""
+        self.held, self.first, self.rows = {}, self.first + self.rows, 0
+
+    def _state(self, index: int, value: Tensor, axis: int) -> None:
+        rows = tokens_of(value, axis)
+        if not bool(torch.isfinite(rows).all()):
+            why = f"the state behind {self.after[index] or 'its source'} is NaN or infinite on this data"
+            raise LnrewriteError(Code.LN026, self.stream.name, why, "run the model in float32, or check the data")
+        self.states[index].add(rows)
+        squares = (rows - rows.mean(-1, keepdim=True)).square()
+        variance = squares.mean(-1)
+        apart = variance > 0
+        self.variance[index].append(variance)
+        self.kurtosis[index].append(squares.square().mean(-1)[apart] / variance[apart].square())
+        shape = tuple(value.movedim(axis, -1).shape[:-1])
+        self.rows = shape[0] if len(shape) > 1 else 0
+        self._largest(index, rows, shape)
+        self._compare(index, rows)
+
+    def _largest(self, index: int, rows: Tensor, shape: Sequence[int]) -> None:
+        """Note the largest size of each channel, and what is massive."""
+        sizes = rows.abs()
+        largest, at = sizes.max(0)
+        before = self.channels[index]
+        self.channels[index] = largest if before is None else torch.maximum(before, largest)
+        if float(largest.max()) <= MASSIVE:
+            return
+        median = float(sizes.flatten().kthvalue((sizes.numel() + 1) // 2).values)
+        for channel in (largest > max(MASSIVE, TIMES * median)).nonzero().flatten().tolist():
+            value, token = float(rows[at[channel], channel]), list(_place(int(at[channel]), shape))
+            known = self.massive.get((index, channel))
+            if known is None or abs(known.value) < abs(value):
+                ratio = abs(value) / median if median else math.inf
+                self.massive[index, channel] = Massive(self.after[index], channel, value, ratio, tuple(token))
+
+    def _compare(self, index: int, rows: Tensor) -> None:
+        """Keep the cosines between this state's tokens and those of each state before it."""
+        limit = max(64, HELD // (8 * len(self.nodes) * rows.shape[-1]))
+        if len(rows) > limit:
+            rows = rows[torch.linspace(0, len(rows) - 1, limit).long()]
+        unit = rows / rows.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+        for earlier, other in self.held.items():
+            if other.shape == unit.shape:
+                self.cosines.setdefault((earlier, index), []).append(torch.linalg.vecdot(other, unit))
+        self.held[index] = unit
+
+    def cosine(self, start: int, end: int) -> float | None:
+        """Return the mean cosine between two states, over tokens."""
+        held = self.cosines.get((start, end))
+        return None if held is None else float(torch.cat(held).mean().clamp(-1, 1))
+
+    def figures(self) -> tuple[State, ...]:
+        """Return the figures of every state."""
+        return tuple(self._figures(k) for k in range(len(self.nodes)))
+
+    def _figures(self, index: int) -> State:
+        sizes, kurtosis, channels = self.states[index], torch.cat(self.kurtosis[index]), self.channels[index]
+        assert channels is not None
+        tokens = sizes.tokens
+        mean = float(tokens.mean())
+        return State(
+            self.after[index],
+            variance=float(torch.cat(self.variance[index]).mean()),
+            rms=sizes.whole,
+            size_cv=float(tokens.std(correction=0)) / mean if mean else 0.0,
+            kurtosis=float(kurtosis.mean()) if len(kurtosis) else None,
+            max_abs=float(channels.max()),
+            channel=int(channels.argmax()),
+        )
+
+    def distances(self) -> tuple[tuple[float | None, ...], ...]:
+        """Return the angular distances between states n sums apart, for n = 1, 2, ..."""
+        many = len(self.nodes)
+        return tuple(tuple(self._angle(s, s + n) for s in range(many - n)) for n in range(1, many))
+
+    def _angle(self, start: int, end: int) -> float | None:
+        cosine = self.cosine(start, end)
+        return None if cosine is None else math.acos(cosine) / math.pi
+
+
+def value_nodes(block: Block) -> Iterator[tuple[str, int]]:
+    """Yield the other values of a block whose sizes are kept: its branch, before and behind an out norm, its sum."""
+    yield block.anchor.branch, block.anchor.axis
+    out = block.at(Where.OUT)
+    if out:
+        yield out.origin[0], out.norm.axis
+    yield block.anchor.total, block.anchor.axis
+
+
+def _place(row: int, shape: Sequence[int]) -> Iterator[int]:
+    """Yield the indices of a row in the axes that were joined."""
+    for size in (math.prod(shape[i + 1 :]) for i in range(len(shape))):
+        yield row // size
+        row %= size

@@ -1,0 +1,162 @@
+"""Probe a model: run it on data once, and say what its streams hold by depth."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..api import load
+from ..data.batches import Data, check_data
+from ..errors import Code, LnrewriteError
+from ..ir import Block, Stream, sums
+from ..models.program import Program
+from ..pipeline.feed import Feed
+from ..pipeline.protocols import Batch
+from ..quiet import LOGGER
+from .attention import ATTENTION, Sinks
+from .figures import BlockFigures, Gain, Headroom, Probe, StreamFigures
+from .gradients import gradient_norms
+from .measuring import Meter
+from .predicting import expected
+
+if TYPE_CHECKING:
+    from ..models.onnx_program import OnnxProgram
+
+FP16 = 65504.0
+PRODUCTS = {"linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "conv", "conv_transpose", "einsum", ATTENTION}
+"""What multiplies in half precision: the numbers that these read and write are to fit into it."""
+MADE_UP = (
+    "no data were given, so the figures rest on made-up inputs and may be far from what real ones give; "
+    "give real ones with --data DATA (data=...)"
+)
+
+
+def probe(
+    model: str | os.PathLike[str] | Program | OnnxProgram,
+    data: str | Iterable[Batch] | None = None,
+    *,
+    seed: int = 0,
+    gradients: bool = True,
+    name: str | None = None,
+    **how: object,
+) -> Probe:
+    """Run a model on data and return the figures of its streams by depth: see `Probe`.
+
+    model: anything that `load` opens, or a program. data: DATA of the command line, or batches; None makes inputs up.
+    gradients: whether to differentiate the model too, where that can be (torch, up to 268 million parameters). how: as
+    `load` takes it. Raises LnrewriteError LN201 where no residual block was found, LN022 for data that do not fit,
+    LN026 for states that are NaN or infinite.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        name = name or os.fspath(model)
+        model = load(model, seed=seed, **how)  # type: ignore[arg-type]
+    if not model.network.blocks:
+        remedy = "give the part of the model that holds the residual blocks"
+        raise LnrewriteError(Code.LN201, name or "model", "no residual block was found", remedy)
+    if isinstance(data, str):
+        check_data(data)
+        LOGGER.info(f"reading {data}")
+    batches = Data.of(model, data).batches(seed) if isinstance(data, str) else Feed(model, data, seed, None).batches
+    return Prober(model, batches).run(name or "model", data, gradients)
+
+
+class Prober:
+    """Run a model on batches, in memory that a batch's states bound, and gather the figures."""
+
+    def __init__(self, model: Program | OnnxProgram, batches: Sequence[Batch]) -> None:
+        self.model, self.batches = model, batches
+        self.meters = [Meter(s) for s in model.network.streams if s.blocks]
+        module = model.module() if isinstance(model, Program) else None
+        self.sinks = Sinks(model.graph, module, model.network.blocks)
+        self.peaks: dict[str, float] = {}
+        self.products = self._products()
+
+    def _products(self) -> dict[str, None]:
+        """Return the nodes of numbers that linear maps and streams read and write, stored ones left out."""
+        graph, found = self.model.graph, dict[str, None]()
+        for op in graph:
+            if op.kind in PRODUCTS:
+                read = op.data[:3] if op.kind == ATTENTION else op.data
+                found.update(dict.fromkeys((*read, op.name)))
+        for meter in self.meters:
+            found.update(dict.fromkeys(meter.wanted))
+        return {n: None for n in found if n not in graph.constant and "float" in graph[n].dtype}
+
+    def see(self, name: str, value: Tensor) -> None:
+        """Take a node's value."""
+        for meter in self.meters:
+            meter.see(name, value)
+        self.sinks.see(name, value)
+        if name in self.products and value.numel():
+            self.peaks[name] = max(self.peaks.get(name, 0.0), float(value.abs().max()))
+
+    def run(self, name: str, data: object, gradients: bool) -> Probe:
+        """Run all batches and return the figures."""
+        wanted = {*self.products, *self.sinks.wanted, *(n for m in self.meters for n in m.wanted)}
+        with torch.no_grad():
+            for index, batch in enumerate(self.batches, 1):
+                self.model.observe(batch, wanted, self.see)
+                for meter in self.meters:
+                    meter.end()
+                self.sinks.end()
+                LOGGER.info(f"batch {index}/{len(self.batches)}")
+        norms: dict[str, float] = {}
+        what, notes = None, [] if data is not None else [MADE_UP]
+        if gradients and isinstance(self.model, Program):
+            LOGGER.info("taking gradients")
+            norms, said = gradient_norms(self.model, self.batches)
+            what, notes = (said, notes) if norms else (None, [*notes, said])
+        shares = self.sinks.shares()
+        streams = tuple(self._stream(m, norms, shares) for m in self.meters)
+        at = max(self.peaks, key=self.peaks.__getitem__)
+        top = self.peaks[at]
+        return Probe(
+            model=name,
+            format=self.model.format,
+            placement=self.model.network.placement,
+            data="synthetic" if data is None else data if isinstance(data, str) else "given",
+            tokens=max(len(m.states[0].tokens) for m in self.meters),
+            streams=streams,
+            massive=tuple(massive for m in self.meters for massive in m.massive.values()),
+            fp16=Headroom(top, FP16 / top if top else None, at),
+            differentiated=what,
+            notes=(*self.model.notes, *notes),
+        )
+
+    def _stream(self, meter: Meter, norms: Mapping[str, float], shares: Mapping[str, float]) -> StreamFigures:
+        stream = meter.stream
+        blocks = [self._block(meter, i, b, norms, shares) for i, group in enumerate(sums(stream)) for b in group]
+        width = stream.width or int(meter.channels[0].numel() if meter.channels[0] is not None else 0)
+        distances, gains = meter.distances(), tuple(self._gains(stream))
+        return StreamFigures(stream.name, width, meter.figures(), tuple(blocks), distances, gains)
+
+    def _block(
+        self, meter: Meter, index: int, block: Block, norms: Mapping[str, float], shares: Mapping[str, float]
+    ) -> BlockFigures:
+        branch, before = meter.values[block.anchor.branch][0].whole, meter.states[index].whole
+        cosine = meter.cosine(index, index + 1)
+        return BlockFigures(
+            block.name,
+            block.kind,
+            str(block.placement),
+            branch_ratio=branch / before if before else 0.0,
+            influence=None if cosine is None else 1 - cosine,
+            gradient_norm=norms.get(block.name),
+            sink=shares.get(block.name),
+            expected_error=expected(meter, index, block),
+        )
+
+    def _gains(self, stream: Stream) -> Iterable[Gain]:
+        for name, _, site in stream.located():
+            norm = site.norm
+            try:
+                gain = self.model.values(norm.gamma) + norm.plus_one if norm.gamma else None
+                bias = self.model.values(norm.beta) if norm.beta else None
+            except LnrewriteError:  # computed from what is not stored
+                continue
+            sizes = (1.0, 1.0) if gain is None else (float((gain**2).mean() ** 0.5), float(abs(gain).max()))
+            yield Gain(name, str(norm.kind), norm.eps, *sizes, 0.0 if bias is None else float((bias**2).mean() ** 0.5))
