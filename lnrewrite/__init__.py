@@ -21,7 +21,7 @@ out and refused (`pipeline.sounding`).
 Rooms, a floor a line; imports go down only, and import-linter holds it (pyproject.toml, tests/test_layers.py):
 
     cli/                          click commands; nothing imports it
-    rehosting                     a checkpoint folder in, a folder of a stock architecture out
+    rehosting, probing/           a folder in, a folder of a stock architecture out; a stream's figures by depth
     api                           the way in: any MODEL loaded, a file or a module converted
     hosts/                        stock architectures that hold what was made, and a folder written as one
     checkpoints/                  a checkpoint folder in, a folder out
@@ -75,6 +75,7 @@ __all__ = [
     "heal",
     "load",
     "norm_add_norm",
+    "probe",
     "rehost",
     "rewrite",
     "rewrite_file",
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from .models.onnx_program import OnnxProgram
     from .models.program import Program, capture
     from .pipeline.driver import Pipeline, Result
+    from .probing.probe import probe
     from .rehosting import rehost
     from .runtime.benching import bench
     from .runtime.sessions import session
@@ -114,6 +116,7 @@ _HOME = {
     "heal": "healing.session",
     "load": "api",
     "norm_add_norm": "kernels.torch_op",
+    "probe": "probing.probe",
     "rehost": "rehosting",
     "rewrite": "live.rewriting",
     "rewrite_file": "api",

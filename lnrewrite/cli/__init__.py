@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._version import __version__
-from ..errors import Code, Exit, LnrewriteError, Refusal, UsageError, unknown
+from ..errors import Code, Exit, LnrewriteError, UsageError, unknown
 from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions
 from ..pipeline.presets import PRESETS
@@ -20,6 +20,7 @@ from .console import Group, show
 from .generate import generate
 from .heal import heal
 from .kernels import kernels
+from .look import inspect, probe
 from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, among, options, target_of, tell_name
 from .rehost import rehost
 
@@ -55,39 +56,6 @@ def main(context: click.Context, version: bool, verbose: bool) -> None:
         raise click.UsageError("-v stands behind a command, or with --version", context)
     if context.invoked_subcommand is None:
         show(context.get_help())
-
-
-@main.command()
-@click.argument("model")
-@click.option(
-    "--hosts", is_flag=True, help="A checkpoint folder: which stock architectures could hold it, and why not."
-)
-@options(model=True)
-def inspect(model: str, hosts: bool, how: OpenOptions, screen: Screen) -> None:
-    """Show the residual streams: blocks, placements, norms, and what is not understood."""
-    from .tables import host_table, placement_map
-
-    source = identify(model, how)
-    with screen.working(f"capturing {model}"):
-        from ..api import load_source
-        from ..rehosting import fits_of
-
-        program, fits = fits_of(source) if hosts else (load_source(source), [])
-        LOGGER.info("looking for residual streams")
-        found = program.inspect()
-        if hosts:
-            found["hosts"] = [fit.to_dict() for fit in fits]
-    if not any(stream["blocks"] for stream in found["streams"]):
-        nothing = Refusal(
-            Code.LN201,
-            "model",
-            "no residual block was found",
-            "give the part of the model that holds the residual blocks",
-        )
-        first = next(iter(program.certified.refusals), nothing)
-        raise LnrewriteError.of(first.at(f"{model}: {first.site}"))
-    shown = host_table if hosts else lambda row: placement_map(row, screen.verbose)
-    screen.answer(found, lambda: shown(found), found["placement"])
 
 
 @main.command()
@@ -232,7 +200,7 @@ def verify(reference: str, candidate: str, tolerance: str | None, how: OpenOptio
     return Exit.DIFFERENT if found.differs else Exit.DONE
 
 
-for command in (heal, generate, rehost, kernels):
+for command in (inspect, probe, heal, generate, rehost, kernels):
     main.add_command(command)
 main.add_command(doctor)
 

@@ -122,3 +122,8 @@ class Probe:
     def to_dict(self) -> Json:
         """Return the JSON object of `probe --json`."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        from .words import told
+
+        return told(self)

@@ -1,0 +1,77 @@
+"""Lay a probe's figures out as text: a table of states and blocks for each stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..layout import aligned, wrapped
+from .figures import Probe, StreamFigures
+
+HEADER = ("behind", "rms", "variance", "cv", "kurtosis", "largest", "branch", "influence", "gradient", "sink")
+_NAME = 30
+
+
+def told(probe: Probe) -> str:
+    """Return the table that `lnrewrite probe` prints, in at most 100 columns."""
+    lines = [f"{probe.model} ({probe.format}, {probe.placement}), {probe.data} data, {probe.tokens:,} tokens"]
+    for stream in probe.streams:
+        lines += ["", f"stream {stream.name}, width {stream.width}", *aligned(HEADER, _rows(stream), HEADER[:1], "  ")]
+    lines += [
+        "",
+        "rms, variance, cv (spread of the tokens' sizes), kurtosis, largest: of the state behind the block",
+        "branch: what is added, by the state before; influence: 1 - cosine of the states around the sum",
+    ]
+    if probe.differentiated:
+        lines.append(f"gradient: of {probe.differentiated}, by the block's own parameters")
+    lines += ["", *_range(probe), *_expected(probe), *_massive(probe), *(f"note: {note}" for note in probe.notes)]
+    return "\n".join(wrapped(lines))
+
+
+def _rows(stream: StreamFigures) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each state, and before it one for each further block of its sum."""
+    blocks = list(stream.blocks)
+    for state in stream.states:
+        figures = [_figure(v) for v in (state.rms, state.variance, state.size_cv, state.kurtosis, state.max_abs)]
+        if state.after is None:
+            yield "(source)", *figures, "", "", "", ""
+        while state.after is not None:
+            block = blocks.pop(0)
+            rest = (block.branch_ratio, block.influence, block.gradient_norm, block.sink)
+            last = block.name == state.after
+            yield _shortened(block.name), *(figures if last else [""] * 5), *map(_figure, rest)
+            if last:
+                break
+
+
+def _range(probe: Probe) -> Iterator[str]:
+    top = probe.fp16
+    if top.headroom is not None:
+        fits = f"{top.headroom:.3g} times fit" if top.headroom > 1 else "does NOT fit"
+        yield f"fp16: the largest number is {top.max_abs:.4g} (at {top.at}), which {fits} into 65504"
+
+
+def _expected(probe: Probe) -> Iterator[str]:
+    """Yield, for each placement, the block that converting is expected to move most."""
+    blocks = [b for s in probe.streams for b in s.blocks if b.expected_error]
+    for placement in dict.fromkeys(p for b in blocks for p in b.expected_error):
+        held = [b for b in blocks if placement in b.expected_error]
+        worst = max(held, key=lambda b: b.expected_error[placement])
+        mean = sum(b.expected_error[placement] for b in held) / len(held)
+        most = f"most {worst.expected_error[placement]:.2g} at {worst.name}"
+        yield f"to {placement}, with constants: each block's state moves by {mean:.2g} (mean), {most}"
+
+
+def _massive(probe: Probe) -> Iterator[str]:
+    for each in sorted(probe.massive, key=lambda m: -abs(m.value))[:5]:
+        where = f"behind {each.after}" if each.after else "in the source"
+        yield f"massive: {each.value:.4g} {where}, channel {each.channel}, {each.ratio:,.0f} times the median"
+    if len(probe.massive) > 5:
+        yield f"massive: {len(probe.massive) - 5} more (--json lists all)"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
