@@ -82,13 +82,13 @@ class Massive:
     """Hold a massive activation: beyond 100, and 1,000 times the median size of its state (arXiv 2402.17762).
 
     after: the block behind which it stands, None for the source. value: the largest of its channel, at `token` (the
-    indices of all axes but the channels', counted over the batches in the first). ratio: its size by the median's.
+    indices of all axes but the channels', counted over the batches in the first). ratio: its size by the median's; None where that is 0.
     """
 
     after: str | None
     channel: int
     value: float
-    ratio: float
+    ratio: float | None
     token: tuple[int, ...]
 
 

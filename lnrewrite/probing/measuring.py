@@ -126,7 +126,7 @@ class Meter:
             value, token = float(rows[at[channel], channel]), list(_place(int(at[channel]), shape))
             known = self.massive.get((index, channel))
             if known is None or abs(known.value) < abs(value):
-                ratio = abs(value) / median if median else math.inf
+                ratio = abs(value) / median if median else None
                 self.massive[index, channel] = Massive(self.after[index], channel, value, ratio, tuple(token))
 
     def _compare(self, index: int, rows: Tensor) -> None:

@@ -64,7 +64,8 @@ def _expected(probe: Probe) -> Iterator[str]:
 def _massive(probe: Probe) -> Iterator[str]:
     for each in sorted(probe.massive, key=lambda m: -abs(m.value))[:5]:
         where = f"behind {each.after}" if each.after else "in the source"
-        yield f"massive: {each.value:.4g} {where}, channel {each.channel}, {each.ratio:,.0f} times the median"
+        times = "" if each.ratio is None else f", {each.ratio:,.0f} times the median"
+        yield f"massive: {each.value:.4g} {where}, channel {each.channel}{times}"
     if len(probe.massive) > 5:
         yield f"massive: {len(probe.massive) - 5} more (--json lists all)"
 
