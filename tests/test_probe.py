@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import lnrewrite as lnr
 from commands import fails, ok
 from lnrewrite.probing.attention import Sinks
-from lnrewrite.probing.measuring import MASSIVE, TIMES
-from lnrewrite.probing.predicting import spread
+from lnrewrite.probing.measuring import MASSIVE, TIMES, state_nodes
+from lnrewrite.probing.predicting import error
 from tiers import rows
 
 
@@ -325,11 +325,50 @@ def test_nothing_of_a_batch_is_held() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_spread_is_the_least_of_all_constants(seed: int) -> None:
+def test_an_expected_error_does_not_see_units(seed: int) -> None:
+    """Constants are fitted: factors of both numbers change nothing, and numbers that are constant cost nothing."""
     torch.manual_seed(seed)
-    sizes, share = torch.rand(50).double() + 0.1, torch.rand(50).double()
-    least = min(float((share * (sizes / c - 1)).square().mean().sqrt()) for c in np.geomspace(0.05, 5, 4001))
-    assert least - 1e-6 <= spread(sizes, share) + 1e-9 <= least + 2e-9 or abs(spread(sizes, share) - least) < 1e-5
+    share, added, read = torch.rand(3, 50).double() + 0.1
+    found = error(share, added, read)
+    assert (
+        found > 0 and near(error(share, 3 * added, read / 7), found) and near(error(2 * share, added, read), 2 * found)
+    )
+    assert near(error(share, torch.full_like(added, 2.0), torch.ones_like(read)), 0.0)
+    assert near(error(share, added, added), 2 * error(share, added, torch.ones_like(read)))
+
+
+@pytest.mark.parametrize("to", ["peri", "none", "output", "post"])
+def test_expected_errors_are_those_of_the_conversion(to: str) -> None:
+    """An MLP of ReLUs without biases is linear in size, so that the second term of the formula counts nothing there."""
+    torch.manual_seed(0)
+    net = plain(blocks=1)
+    (block,) = net.sums[0]
+    block.into = nn.RMSNorm(8)
+    block.up, block.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+    block.branch = lambda x: block.down(F.relu(block.up(block.into(x))))
+    batches = [(net.inputs(k) * torch.rand(3, 4, 1).exp(),) for k in range(8)]
+    program = program_of(net, batches[0][0])
+    made = lnr.Pipeline.parse(f"place{{to={to} fit=constants norm=rms}}").run(program, batches).program
+    expected = lnr.probe(program, batches, gradients=False).streams[0].blocks[0].expected_error[to]
+    turned = []
+    for one, two in zip(*(states_of(p, batches) for p in (program, made)), strict=True):
+        turned.append((unit(one) - unit(two)).square().sum(-1))
+    found = float(torch.cat(turned).mean().sqrt())
+    assert expected / 3 < found < 1.2 * expected, (found, expected)
+    assert to != "peri" or found > 0.8 * expected
+
+
+def states_of(program: lnr.Program, batches: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Return the last state for each batch, in front of the head's norm if there is one."""
+    name, held = state_nodes(program.network.streams[0])[1][0], []
+    for batch in batches:
+        with torch.no_grad():
+            program.observe(batch, [name], lambda _, value: held.append(value.double()))
+    return held
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
 
 
 def test_tokens_of_one_size_convert_without_error() -> None:

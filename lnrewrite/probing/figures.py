@@ -35,8 +35,8 @@ class BlockFigures:
     cosine between the states before and behind its sum (Block Influence, arXiv 2403.03853); None where those differ in
     shape. gradient_norm: of the loss by the block's own parameters; None where nothing was differentiated.
     sink: the share of attention that falls on the first position, mean over heads and over the positions that see more
-    than it (arXiv 2309.17453); None where no attention was seen. expected_error: by placement, the relative error that
-    converting the block with constants is expected to make in the state behind it.
+    than it (arXiv 2309.17453); None where no attention was seen. expected_error: by placement, how far
+    converting the block alone, with constants, is expected to turn the state behind it, in radians (`predicting`).
     """
 
     name: str
@@ -82,7 +82,8 @@ class Massive:
     """Hold a massive activation: beyond 100, and 1,000 times the median size of its state (arXiv 2402.17762).
 
     after: the block behind which it stands, None for the source. value: the largest of its channel, at `token` (the
-    indices of all axes but the channels', counted over the batches in the first). ratio: its size by the median's; None where that is 0.
+    indices of all axes but the channels', counted over the batches in the first). ratio: its size by the median's, None
+    where that is 0.
     """
 
     after: str | None

@@ -75,6 +75,8 @@ class Meter:
         self.channels: list[Tensor | None] = [None for _ in self.nodes]
         self.massive: dict[tuple[int, int], Massive] = {}
         self.values = {name: (Sizes(), axis) for b in stream.blocks for name, axis in value_nodes(b)}
+        self.turning: dict[str, list[Tensor]] = {b.name: [] for b in stream.blocks}
+        self.waiting: dict[str, Tensor] = {}
         self.cosines: dict[tuple[int, int], list[Tensor]] = {}
         self.held: dict[int, Tensor] = {}
         self.first, self.rows = 0, 0
@@ -91,11 +93,24 @@ class Meter:
                 self._state(index, value, axis)
         if name in self.values:
             sizes, axis = self.values[name]
-            sizes.add(tokens_of(value, axis))
+            sizes.add(rows := tokens_of(value, axis))
+            self._turn(name, rows)
 
     def end(self) -> None:
         """End a batch: nothing of it is held any longer."""
-        self.held, self.first, self.rows = {}, self.first + self.rows, 0
+        self.held, self.waiting, self.first, self.rows = {}, {}, self.first + self.rows, 0
+
+    def _turn(self, name: str, rows: Tensor) -> None:
+        """Keep, for each token, how large the part of a branch is that turns its sum, over the sum's size."""
+        for block in self.stream.blocks:
+            anchor = block.anchor
+            if name == anchor.branch:
+                self.waiting[block.name] = rows
+            if name == anchor.total and (branch := self.waiting.pop(block.name, None)) is not None:
+                square = rows.square().sum(-1).clamp_min(torch.finfo(rows.dtype).tiny)
+                if branch.shape == rows.shape:
+                    along = (branch * rows).sum(-1, keepdim=True) / square[:, None]
+                    self.turning[block.name].append(((branch - along * rows).square().sum(-1) / square).sqrt())
 
     def _state(self, index: int, value: Tensor, axis: int) -> None:
         rows = tokens_of(value, axis)

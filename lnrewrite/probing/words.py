@@ -58,7 +58,7 @@ def _expected(probe: Probe) -> Iterator[str]:
         worst = max(held, key=lambda b: b.expected_error[placement])
         mean = sum(b.expected_error[placement] for b in held) / len(held)
         most = f"most {worst.expected_error[placement]:.2g} at {worst.name}"
-        yield f"to {placement}, with constants: each block's state moves by {mean:.2g} (mean), {most}"
+        yield f"to {placement}, with constants: a block turns its state by {mean:.2g} (mean), {most}"
 
 
 def _massive(probe: Probe) -> Iterator[str]:
