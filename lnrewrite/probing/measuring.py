@@ -1,4 +1,4 @@
-"""Measure a stream while a model runs: what is said of each token is kept, and no state longer than its batch."""
+"""Measure a stream while a model runs: some sizes of each token are kept, and no state longer than its batch."""
 
 from __future__ import annotations
 
@@ -42,6 +42,23 @@ def tokens_of(value: Tensor, axis: int) -> Tensor:
 
 
 @dataclass
+class Mean:
+    """Take the mean of numbers as they come."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, numbers: Tensor) -> None:
+        """Add a batch's numbers."""
+        self.total, self.count = self.total + float(numbers.sum()), self.count + numbers.numel()
+
+    @property
+    def value(self) -> float | None:
+        """Return the mean; None of no numbers."""
+        return self.total / self.count if self.count else None
+
+
+@dataclass
 class Sizes:
     """Keep a value's size for each token, batch by batch: the RMS of its channels."""
 
@@ -49,12 +66,12 @@ class Sizes:
 
     def add(self, rows: Tensor) -> None:
         """Add a batch's tokens [tokens, channels]."""
-        self.held.append(rows.square().mean(-1).sqrt())
+        self.held.append(rows.square().mean(-1).sqrt().float())
 
     @property
     def tokens(self) -> Tensor:
         """Return one size for each token of all batches."""
-        return torch.cat(self.held)
+        return torch.cat(self.held).double()
 
     @property
     def whole(self) -> float:
@@ -70,14 +87,13 @@ class Meter:
         names = [g[-1].name for g in sums(stream)]
         self.after: list[str | None] = [None, *names]
         self.states = [Sizes() for _ in self.nodes]
-        self.variance: list[list[Tensor]] = [[] for _ in self.nodes]
-        self.kurtosis: list[list[Tensor]] = [[] for _ in self.nodes]
+        self.variance, self.kurtosis = ([Mean() for _ in self.nodes] for _ in range(2))
         self.channels: list[Tensor | None] = [None for _ in self.nodes]
         self.massive: dict[tuple[int, int], Massive] = {}
         self.values = {name: (Sizes(), axis) for b in stream.blocks for name, axis in value_nodes(b)}
         self.turning: dict[str, list[Tensor]] = {b.name: [] for b in stream.blocks}
         self.waiting: dict[str, Tensor] = {}
-        self.cosines: dict[tuple[int, int], list[Tensor]] = {}
+        self.cosines: dict[tuple[int, int], Mean] = {}
         self.held: dict[int, Tensor] = {}
         self.first, self.rows = 0, 0
 
@@ -110,7 +126,7 @@ class Meter:
                 square = rows.square().sum(-1).clamp_min(torch.finfo(rows.dtype).tiny)
                 if branch.shape == rows.shape:
                     along = (branch * rows).sum(-1, keepdim=True) / square[:, None]
-                    self.turning[block.name].append(((branch - along * rows).square().sum(-1) / square).sqrt())
+                    self.turning[block.name].append(((branch - along * rows).square().sum(-1) / square).sqrt().float())
 
     def _state(self, index: int, value: Tensor, axis: int) -> None:
         rows = tokens_of(value, axis)
@@ -121,8 +137,8 @@ class Meter:
         squares = (rows - rows.mean(-1, keepdim=True)).square()
         variance = squares.mean(-1)
         apart = variance > 0
-        self.variance[index].append(variance)
-        self.kurtosis[index].append(squares.square().mean(-1)[apart] / variance[apart].square())
+        self.variance[index].add(variance)
+        self.kurtosis[index].add(squares.square().mean(-1)[apart] / variance[apart].square())
         shape = tuple(value.movedim(axis, -1).shape[:-1])
         self.rows = shape[0] if len(shape) > 1 else 0
         self._largest(index, rows, shape)
@@ -152,29 +168,29 @@ class Meter:
         unit = rows / rows.norm(dim=-1, keepdim=True).clamp_min(1e-300)
         for earlier, other in self.held.items():
             if other.shape == unit.shape:
-                self.cosines.setdefault((earlier, index), []).append(torch.linalg.vecdot(other, unit))
+                self.cosines.setdefault((earlier, index), Mean()).add(torch.linalg.vecdot(other, unit))
         self.held[index] = unit
 
     def cosine(self, start: int, end: int) -> float | None:
         """Return the mean cosine between two states, over tokens."""
-        held = self.cosines.get((start, end))
-        return None if held is None else float(torch.cat(held).mean().clamp(-1, 1))
+        mean = self.cosines.get((start, end), Mean()).value
+        return None if mean is None else max(-1.0, min(1.0, mean))
 
     def figures(self) -> tuple[State, ...]:
         """Return the figures of every state."""
         return tuple(self._figures(k) for k in range(len(self.nodes)))
 
     def _figures(self, index: int) -> State:
-        sizes, kurtosis, channels = self.states[index], torch.cat(self.kurtosis[index]), self.channels[index]
+        sizes, channels = self.states[index], self.channels[index]
         assert channels is not None
         tokens = sizes.tokens
         mean = float(tokens.mean())
         return State(
             self.after[index],
-            variance=float(torch.cat(self.variance[index]).mean()),
+            variance=self.variance[index].value or 0.0,
             rms=sizes.whole,
             size_cv=float(tokens.std(correction=0)) / mean if mean else 0.0,
-            kurtosis=float(kurtosis.mean()) if len(kurtosis) else None,
+            kurtosis=self.kurtosis[index].value,
             max_abs=float(channels.max()),
             channel=int(channels.argmax()),
         )

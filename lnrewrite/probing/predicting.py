@@ -36,7 +36,7 @@ def expected(meter: Meter, index: int, block: Block) -> dict[str, float]:
     values = [meter.states[index].tokens, *(meter.values[n][0].tokens for n in nodes)]
     if here is None or not turning or len({len(v) for v in values}) > 1:
         return {}
-    share, found = torch.cat(turning), {}
+    share, found = torch.cat(turning).double(), {}
     if len(share) != len(values[0]):
         return {}
     kept = (values[0] > 0) & (values[1] > 0) & (values[2] > 0)
