@@ -70,6 +70,7 @@ __all__ = [
     "bench",
     "capture",
     "convert",
+    "diff",
     "explain",
     "export_model",
     "heal",
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     from .models.onnx_program import OnnxProgram
     from .models.program import Program, capture
     from .pipeline.driver import Pipeline, Result
+    from .probing.diffing import diff
     from .probing.probe import probe
     from .rehosting import rehost
     from .runtime.benching import bench
@@ -113,6 +115,7 @@ _HOME = {
     "bench": "runtime.benching",
     "capture": "models.program",
     "convert": "api",
+    "diff": "probing.diffing",
     "heal": "healing.session",
     "load": "api",
     "norm_add_norm": "kernels.torch_op",

@@ -20,7 +20,7 @@ from .console import Group, show
 from .generate import generate
 from .heal import heal
 from .kernels import kernels
-from .look import inspect, probe
+from .look import diff, inspect, probe
 from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, among, options, target_of, tell_name
 from .rehost import rehost
 
@@ -200,7 +200,7 @@ def verify(reference: str, candidate: str, tolerance: str | None, how: OpenOptio
     return Exit.DIFFERENT if found.differs else Exit.DONE
 
 
-for command in (inspect, probe, heal, generate, rehost, kernels):
+for command in (inspect, probe, diff, heal, generate, rehost, kernels):
     main.add_command(command)
 main.add_command(doctor)
 

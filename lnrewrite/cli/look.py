@@ -1,4 +1,4 @@
-"""`lnrewrite inspect`, `probe`: look at a model, and at what its streams hold on data."""
+"""`lnrewrite inspect`, `probe`, `diff`: look at a model, at what its streams hold on data, at two models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from ..loading.identify import identify
 from ..loading.source import OpenOptions
 from ..quiet import LOGGER
 from .options import Screen, options
+
+DATA = ".npz .npy .pt .safetensors .txt or pkg.module:iterable; without it inputs are made up."
 
 
 @click.command()
@@ -46,7 +48,7 @@ def inspect(model: str, hosts: bool, how: OpenOptions, screen: Screen) -> None:
 
 @click.command()
 @click.argument("model")
-@click.option("--data", metavar="DATA", help=".npz .npy .pt .safetensors .txt or pkg.module:iterable; else made up.")
+@click.option("--data", metavar="DATA", help=DATA)
 @options(model=True)
 def probe(model: str, data: str | None, how: OpenOptions, screen: Screen) -> None:
     """Show what the residual streams hold on data: sizes, outliers, influence and gradients by depth."""
@@ -60,3 +62,24 @@ def probe(model: str, data: str | None, how: OpenOptions, screen: Screen) -> Non
             check_data(data)
         found = probed(load_source(source), data, name=model, seed=how.seed)
     screen.answer(found.to_dict(), lambda: str(found), f"{found.fp16.max_abs:.6g}")
+
+
+@click.command()
+@click.argument("first")
+@click.argument("second")
+@click.option("--data", metavar="DATA", help=DATA)
+@options(model=True)
+def diff(first: str, second: str, data: str | None, how: OpenOptions, screen: Screen) -> None:
+    """Show two models side by side: placements, norms, sizes, figures on the same data, and how far they are apart."""
+    sources = [identify(model, how) for model in (first, second)]
+    with screen.working(f"capturing {first}"):
+        from ..api import load_source
+        from ..data.batches import check_data
+        from ..probing.diffing import diff as compared
+
+        if data is not None:
+            check_data(data)
+        one = load_source(sources[0])
+        LOGGER.info(f"capturing {second}")
+        found = compared(one, load_source(sources[1]), data, seed=how.seed, names=(first, second))
+    screen.answer(found.to_dict(), lambda: str(found), "")

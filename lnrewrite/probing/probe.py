@@ -57,11 +57,16 @@ def probe(
     if not model.network.blocks:
         remedy = "give the part of the model that holds the residual blocks"
         raise LnrewriteError(Code.LN201, name or "model", "no residual block was found", remedy)
-    if isinstance(data, str):
-        check_data(data)
-        LOGGER.info(f"reading {data}")
-    batches = Data.of(model, data).batches(seed) if isinstance(data, str) else Feed(model, data, seed, None).batches
-    return Prober(model, batches).run(name or "model", data, gradients)
+    return Prober(model, batches_of(model, data, seed)).run(name or "model", data, gradients)
+
+
+def batches_of(model: Program | OnnxProgram, data: str | Iterable[Batch] | None, seed: int) -> Sequence[Batch]:
+    """Return the batches of DATA as a model reads it, or those that are given; None makes some up."""
+    if not isinstance(data, str):
+        return Feed(model, data, seed, None).batches
+    check_data(data)
+    LOGGER.info(f"reading {data}")
+    return Data.of(model, data).batches(seed)
 
 
 class Prober:
