@@ -36,7 +36,7 @@ class BlockFigures:
     shape. gradient_norm: of the loss by the block's own parameters; None where nothing was differentiated.
     sink: the share of attention that falls on the first position, mean over heads and over the positions that see more
     than it (arXiv 2309.17453); None where no attention was seen. expected_error: by placement, how far
-    converting the block alone, with constants, is expected to turn the state behind it, in radians (`predicting`).
+    converting the block with constants is expected to turn the state behind it, in radians (`predicting`).
     """
 
     name: str

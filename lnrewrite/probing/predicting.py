@@ -1,8 +1,9 @@
 """Say from sizes alone how far a conversion with constants will turn each state: the spread of what they replace.
 
-Of every token two numbers change, and constants take their place. What the branch reads grows by g = s, the size of its
-state, where an in norm goes, and by 1 / s where one comes. What it adds then has the size r g, with r that of what its
-writers give, or behind an out norm one size for all; before it had the size b. With f = r g / b, or 1 / b,
+Of every token two numbers change, and constants take their place. Let s be the size that its state has, or would have
+without the trunk norms before it; b the size of what a branch adds to that, r of what its writers give. What the branch
+reads has the size 1 behind an in norm or a trunk norm, else s: g is that in the other placement by that in this one.
+What it adds there is r g, s r g behind a trunk norm, and one size for all behind an out norm: f is that by b. Then
 
     error  =  rms over tokens of  t |(f / mean f - 1) + (g / mean g - 1)|
 
@@ -16,39 +17,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ir import Block, Placement, Where
+from ..ir import Block, Placement, Where, sums
 from .measuring import Meter
 
 NORMS = {
-    Placement.NONE: "", Placement.POST: "", Placement.PRE: "i", Placement.PERI: "io", Placement.OUTPUT: "o",
+    Placement.NONE: "", Placement.POST: "t", Placement.PRE: "i", Placement.PERI: "io", Placement.OUTPUT: "o",
 }  # fmt: skip
-"""Which norms a branch has in each placement: i, in; o, out. One behind the sum turns no state."""
+"""Which norms a block has in each placement: i, in; o, out; t, on the trunk."""
 
 
 def expected(meter: Meter, index: int, block: Block) -> dict[str, float]:
-    """Return, for every placement but its own, how far converting a block alone is expected to turn its state.
+    """Return, for every placement but its own, how far converting a block is expected to turn its state.
 
     In radians, root mean square over tokens; nothing where it is unknown. index: the number of its sum in its stream.
     """
     here, turning = NORMS.get(block.placement), meter.turning[block.name]
-    out = block.at(Where.OUT)
+    out, grown = block.at(Where.OUT), growth(meter, index)
     nodes = block.anchor.branch, out.origin[0] if out else block.anchor.branch
     values = [meter.states[index].tokens, *(meter.values[n][0].tokens for n in nodes)]
-    if here is None or not turning or len({len(v) for v in values}) > 1:
+    if here is None or grown is None or not turning or len({len(v) for v in (*values, grown, torch.cat(turning))}) > 1:
         return {}
-    share, found = torch.cat(turning).double(), {}
-    if len(share) != len(values[0]):
-        return {}
-    kept = (values[0] > 0) & (values[1] > 0) & (values[2] > 0)
-    state, branch, raw = (v[kept] for v in values)
+    kept = torch.stack([*values, grown]).amin(0) > 0
+    share = torch.cat(turning).double()[kept]
+    state, branch, raw, by = (v[kept] for v in (*values, grown))
+    size, now, one, found = state * by, branch * by, torch.ones_like(state), {}
     for placement, norms in NORMS.items():
         if placement is not block.placement:
-            read = torch.ones_like(state)
-            if ("i" in norms) != ("i" in here):
-                read = state if "i" in here else 1 / state
-            added = (1 if "o" in norms else raw * read) / branch
-            found[str(placement)] = error(share[kept], added, read)
+            read = (one if set("it") & set(norms) else size) / (one if "i" in here else state)
+            added = (one if "o" in norms else raw * read * (size if "t" in norms else 1)) / now
+            found[str(placement)] = error(share, added, read)
     return found
+
+
+def growth(meter: Meter, index: int) -> Tensor | None:
+    """Return by how much each token's state would be larger without the trunk norms before a sum; None if unknown."""
+    by = torch.ones_like(meter.states[0].tokens)
+    for k, group in enumerate(sums(meter.stream)[:index]):
+        if group[-1].at(Where.POST):
+            total, state = meter.values[group[-1].anchor.total][0].tokens, meter.states[k + 1].tokens
+            if len(total) != len(by):
+                return None
+            by = by * total / state.clamp_min(torch.finfo(state.dtype).tiny)
+    return by
 
 
 def error(share: Tensor, added: Tensor, read: Tensor) -> float:
