@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from ..errors import Refusal
+from ..ir.folding import BRANCH, Row, counted, folded, norm_words, shortened, spanned
 from ..layout import WIDTH, aligned, wrapped
 
-BRANCH = {"attention": "attn", "mlp": "mlp", "moe": "moe", "ssm": "ssm", "conv": "conv"}
 ASCII = str.maketrans({"●": "o", "•": "*", "─": "-", "×": "x", "…": "~"})
 _LONG = 24  # blocks of a stream that are shown one by one
 _NAME = 38  # columns that a name may take
 _HEAD = "     in        out     post"  # above the marks of `drawing`
 
-Row = Mapping[str, Any]
-"""An object of the JSON that a command prints."""
-
 
 def placement_map(found: Row, every: bool = False) -> str:
     """Return the map of an `inspect` object: a row per block, runs of alike layers folded unless `every`."""
     streams, norms = found["streams"], found["norms"]
-    counts = [_count(len(streams), "stream"), _count(sum(len(s["blocks"]) for s in streams), "block")]
+    counts = [counted(len(streams), "stream"), counted(sum(len(s["blocks"]) for s in streams), "block")]
     kinds = ", ".join(f"{count} {kind}" for kind, count in norms["kinds"].items())
-    counts.append(_count(norms["total"], "norm") + (f" ({kinds}; {norms['on_stream']} on a stream)" if kinds else ""))
+    counts.append(counted(norms["total"], "norm") + (f" ({kinds}; {norms['on_stream']} on a stream)" if kinds else ""))
     lines = [f"{found['format']}, {found['placement']}: {', '.join(counts)}"]
     for stream in streams:
         lines += ["", *_stream(stream, every)]
@@ -62,7 +58,7 @@ def timings(found: Row) -> str:
     for row in found["models"]:
         figures = [row[key] for key in ("median_ms", "p10_ms", "p90_ms")]
         figures += [row["ratio_to_first"][key] for key in ("median", "p10", "p90")]
-        rows.append((_shortened(row["path"]), *(f"{figure:.3f}" for figure in figures)))
+        rows.append((shortened(row["path"], _NAME), *(f"{figure:.3f}" for figure in figures)))
     table = aligned(("model", "median ms", "p10", "p90", "ratio", "p10", "p90"), rows, ("model",))
     notes = (f"note: {note}" for note in found["notes"])
     return "\n".join([*wrapped([f"{head}, interleaved"]), "", *table, *wrapped(notes)])
@@ -79,11 +75,11 @@ def drawing(block: Row) -> str:
 def _stream(stream: Row, every: bool) -> Iterator[str]:
     """Yield the rows of one stream: its end norms around its blocks."""
     blocks = stream["blocks"]
-    rows = [(index, times, last, block) for index, times, last, block in _folded(blocks, every)]
-    names = [_shortened(_spanned(block["name"], last["name"])) for _, _, last, block in rows]
+    rows = list(folded(blocks, len(blocks) if every else _LONG))
+    names = [shortened(spanned(block["name"], last["name"]), _NAME) for _, _, last, block in rows]
     wide = max([len(name) for name in names], default=0)
     known = f", {stream['scheme']}" if stream.get("scheme") else ""
-    yield f"stream {stream['name']}, width {stream['width']}, {_count(len(blocks), 'block')}{known}"
+    yield f"stream {stream['name']}, width {stream['width']}, {counted(len(blocks), 'block')}{known}"
     yield f"      {'':<{wide}}{_HEAD}"
     if stream["embedding_norm"]:
         yield f"      {'embedding':<{wide}}  x ─●─{'':<26}{norm_words(stream['embedding_norm'])}"
@@ -92,13 +88,6 @@ def _stream(stream: Row, every: bool) -> Iterator[str]:
         yield f"{index:4}  {name:<{wide}}  {drawing(block)}  {block['placement']:<6}  {', '.join(filter(None, words))}"
     if stream["final_norm"]:
         yield f"      {'final':<{wide}}  x ─●─{'':<26}{norm_words(stream['final_norm'])}"
-
-
-def norm_words(norm: Mapping[str, object]) -> str:
-    """Write a norm as `layer 1e-05`, what data multiply it before that, and say where it has no gain."""
-    said = f"{norm['modulated']} " if norm.get("modulated") else ""
-    gain = "" if norm["gamma"] else " bare" if not norm["beta"] else " no gain"
-    return f"{said}{norm['kind']} {norm['eps']:g}{gain}"
 
 
 def _norms(block: Row) -> str:
@@ -116,51 +105,6 @@ def _notes(block: Row, every: bool) -> Iterator[str]:
     yield from (f"skip × {by}" for by in block.get("skip", ()))
     if block.get("opaque"):
         yield block["opaque"] if every else textwrap.shorten(block["opaque"], 40, placeholder="…")
-
-
-def _folded(blocks: Sequence[Row], every: bool) -> Iterator[tuple[int, int, Row, Row]]:
-    """Yield (index, times, its last repetition, block); a run of alike layers once, its first layer's blocks."""
-    keys = [_key(block) for block in blocks]
-    at = 0
-    while at < len(blocks):
-        period, times = (1, 1) if every or len(blocks) <= _LONG else _run(keys, at)
-        for index in range(at, at + period):
-            yield index, times if index == at else 1, blocks[index + period * (times - 1)], blocks[index]
-        at += period * times
-
-
-def _run(keys: Sequence[object], at: int) -> tuple[int, int]:
-    """Return (blocks of one layer, how often it stands there) for the run from `at` on that covers most."""
-    best = (1, 1)
-    for period in range(1, min(8, (len(keys) - at) // 3) + 1):
-        layer, times = keys[at : at + period], 1
-        while keys[at + period * times : at + period * (times + 1)] == layer:
-            times += 1
-        if times >= 3 and period * times > best[0] * best[1]:
-            best = (period, times)
-    return best
-
-
-def _key(block: Row) -> object:
-    """Return what two blocks have in common that are shown alike: all but numbers in their names."""
-    norms = tuple((n["where"], norm_words(n)) for n in block["norms"])
-    shared = block["parallel_group"] is not None
-    name = re.sub(r"\d+", "0", block["name"])
-    return name, block["kind"], norms, shared, block.get("scale"), block.get("opaque")
-
-
-def _spanned(first: str, last: str) -> str:
-    """Write the names from `h.0.attn` to `h.11.attn` as `h.0…11.attn`."""
-    parts = zip(re.split(r"(\d+)", first), re.split(r"(\d+)", last), strict=False)
-    return "".join(a if a == b else f"{a}…{b}" for a, b in parts)
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def catalogue(rows: Iterable[Row]) -> str:
