@@ -34,6 +34,7 @@ Rooms, a floor a line; imports go down only, and import-linter holds it (pyproje
     backends/                     lift a graph, apply edits to it: torch.fx and ONNX
     algebra/                      what passes share: changes of basis, placements, fitted gains
     detect/, pipeline/, testing/  norms and blocks recognized; the run loop, its text and report; a reference machine
+    pictures/                     beside them: streams and a probe's figures as SVG and HTML, for people to look at
     ir/, loading/, kernels/       the picture, its text, edits, inputs; files read without running them; our operators
     codes/                        beside them: a page for each diagnostic code
     files/                        OUT, landed whole or not at all

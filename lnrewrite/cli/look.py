@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from ..errors import Code, LnrewriteError, Refusal
+from ..files.landing import write_text_whole
+from ..files.output import PAGES, PICTURES
 from ..loading.identify import identify
 from ..loading.source import OpenOptions
 from ..quiet import LOGGER
-from .options import Screen, options
+from .options import Screen, options, page_of
+
+FORCED = click.option("--force", is_flag=True, help="Overwrite OUT.")
 
 DATA = ".npz .npy .pt .safetensors .txt or pkg.module:iterable; without it inputs are made up."
 
@@ -18,12 +24,14 @@ DATA = ".npz .npy .pt .safetensors .txt or pkg.module:iterable; without it input
 @click.option(
     "--hosts", is_flag=True, help="A checkpoint folder: which stock architectures could hold it, and why not."
 )
+@click.option("-o", "--output", metavar="OUT", help="Draw the streams: an .html page, or an .svg picture.")
+@FORCED
 @options(model=True)
-def inspect(model: str, hosts: bool, how: OpenOptions, screen: Screen) -> None:
+def inspect(model: str, hosts: bool, output: str | None, force: bool, how: OpenOptions, screen: Screen) -> None:
     """Show the residual streams: blocks, placements, norms, and what is not understood."""
     from .tables import host_table, placement_map
 
-    source = identify(model, how)
+    source, target = identify(model, how), page_of(output, force, PICTURES)
     with screen.working(f"capturing {model}"):
         from ..api import load_source
         from ..rehosting import fits_of
@@ -43,16 +51,28 @@ def inspect(model: str, hosts: bool, how: OpenOptions, screen: Screen) -> None:
         first = next(iter(program.certified.refusals), nothing)
         raise LnrewriteError.of(first.at(f"{model}: {first.site}"))
     shown = host_table if hosts else lambda row: placement_map(row, screen.verbose)
-    screen.answer(found, lambda: shown(found), found["placement"])
+    if target is not None:
+        from ..pictures.drawing import stream_svg
+        from ..pictures.page import stream_page
+
+        text = stream_svg(found) if target.suffix == ".svg" else stream_page(found, model)
+        write_text_whole(target, text, force=force)
+    screen.answer({**found, **_named(target)}, lambda: f"{shown(found)}{_told(target)}", found["placement"])
 
 
 @click.command()
 @click.argument("model")
 @click.option("--data", metavar="DATA", help=DATA)
+@click.option("-o", "--output", metavar="OUT", help="An .html page: the streams drawn, charts with words, tables.")
+@FORCED
 @options(model=True)
-def probe(model: str, data: str | None, how: OpenOptions, screen: Screen) -> None:
+def probe(model: str, data: str | None, output: str | None, force: bool, how: OpenOptions, screen: Screen) -> None:
     """Show what the residual streams hold on data: sizes, outliers, influence and gradients by depth."""
-    source = identify(model, how)
+    source, target = identify(model, how), page_of(output, force, PAGES)
+    if target is not None:
+        from ..pictures.charts import need_charts
+
+        need_charts(str(target))
     with screen.working(f"capturing {model}"):
         from ..api import load_source
         from ..data.batches import check_data
@@ -61,7 +81,11 @@ def probe(model: str, data: str | None, how: OpenOptions, screen: Screen) -> Non
         if data is not None:
             check_data(data)
         found = probed(load_source(source), data, name=model, seed=how.seed)
-    screen.answer(found.to_dict(), lambda: str(found), f"{found.fp16.max_abs:.6g}")
+        if target is not None:
+            LOGGER.info("drawing the report")
+            write_text_whole(target, found.to_html(), force=force)
+    quiet = f"{found.fp16.max_abs:.6g}"
+    screen.answer({**found.to_dict(), **_named(target)}, lambda: f"{found}{_told(target)}", quiet)
 
 
 @click.command()
@@ -83,3 +107,12 @@ def diff(first: str, second: str, data: str | None, how: OpenOptions, screen: Sc
         LOGGER.info(f"capturing {second}")
         found = compared(one, load_source(sources[1]), data, seed=how.seed, names=(first, second))
     screen.answer(found.to_dict(), lambda: str(found), "")
+
+
+def _named(target: Path | None) -> dict[str, object]:
+    """Return what the JSON says of a file that was written."""
+    return {} if target is None else {"output": str(target)}
+
+
+def _told(target: Path | None) -> str:
+    return "" if target is None else f"\n\nwritten: {target}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +99,13 @@ def target_of(output: str, force: bool, default: str = ".pt2") -> Path:
     from ..files.output import check_output, output_named
 
     return check_output(output_named(output, default), force)
+
+
+def page_of(output: str | None, force: bool, suffixes: Sequence[str]) -> Path | None:
+    """Return the page or picture to write, None where none is asked for. Raises LN025 where it cannot be written."""
+    from ..files.output import check_output, output_named
+
+    return None if output is None else check_output(output_named(output, suffixes[0], suffixes), force)
 
 
 def tell_name(output: str | None, written: str | Path | None) -> None:

@@ -36,7 +36,7 @@ def write_text_whole(target: Path, text: str, *, force: bool = True) -> None:
     """Write a text file whole or not at all. Raises LnrewriteError LN025."""
 
     def write(temporary: str) -> None:
-        Path(temporary).write_text(text)
+        Path(temporary).write_text(text, encoding="utf-8")
 
     write_whole(target, write, force=force)
 

@@ -14,6 +14,8 @@ from ..errors import Code, LnrewriteError, UsageError
 from .landing import TAKEN, failing
 
 SUFFIXES = (".pt2", ".onnx")
+PAGES, PICTURES = (".html",), (".html", ".svg")
+"""What a report is written as, and a drawing."""
 
 CONFIG = "config.json"
 MARKS = (CONFIG, "genai_config.json")
@@ -32,23 +34,24 @@ def named_path(name: str) -> Path:
     return Path(os.path.expanduser(name))
 
 
-def output_named(output: str, default: str) -> Path:
+def output_named(output: str, default: str, suffixes: Sequence[str] = SUFFIXES) -> Path:
     """Return the file that OUT names: with `default` behind a name without suffix.
 
-    Raises UsageError LN025 for an empty name, for one that only a folder can have, and for a suffix of no model.
+    suffixes: of what may be written. Raises UsageError LN025 for an empty name, for one that only a folder can have,
+    and for any other suffix.
     """
     name = os.path.basename(output)
     if not output.strip():
         raise UsageError(Code.LN025, repr(output), "it names nothing (an unset variable?)", f"name a {default} file")
-    if name.strip() in ("", ".", "..", "-") or name in SUFFIXES:
+    if name.strip() in ("", ".", "..", "-") or name in suffixes:
         raise UsageError(Code.LN025, repr(output), "it names no file", f"name a {default} file")
-    suffix = Path(name).suffix
-    if suffix not in ("", *SUFFIXES):
-        raise UsageError(
-            Code.LN025, output, f"{suffix} is not a format that lnrewrite writes", "name a .pt2 or .onnx file"
-        )
+    suffix, known = Path(name).suffix, " or ".join(suffixes)
+    if suffix not in ("", *suffixes):
+        what = "a format that lnrewrite writes" if suffixes == SUFFIXES else f"{known}, which is written here"
+        raise UsageError(Code.LN025, output, f"{suffix} is not {what}", f"name a {known} file")
     if not suffix and (there := standing(Path(output))):
-        why = f"it is {there}, and models are written to .pt2 or .onnx files"
+        what = "models are" if suffixes == SUFFIXES else "this is"
+        why = f"it is {there}, and {what} written to {known} files"
         raise UsageError(Code.LN025, output, why, f"name a file, such as {name}{default}")
     return Path(output if suffix else output + default)
 

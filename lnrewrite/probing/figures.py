@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from html import escape
 
+from ..errors import LnrewriteError, visible
 from ..pipeline.results import Json
 
 
@@ -106,7 +108,8 @@ class Headroom:
 class Probe:
     """Hold what a model's streams hold on data. tokens: how many were seen; differentiated: what the gradients are of.
 
-    Its text is the table that `lnrewrite probe` prints; a notebook shows the report.
+    picture: the object of `inspect --json`, which the report draws; no part of the JSON. Its text is the table that
+    `lnrewrite probe` prints; a notebook shows the report.
     """
 
     model: str
@@ -119,10 +122,25 @@ class Probe:
     fp16: Headroom
     differentiated: str | None = None
     notes: tuple[str, ...] = ()
+    picture: Json | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> Json:
         """Return the JSON object of `probe --json`."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "picture"}
+
+    def to_html(self) -> str:
+        """Return the report of `probe -o OUT.html`. Raises LnrewriteError LN018 where matplotlib is not installed."""
+        from ..pictures.page import report
+
+        return report([("", self)])
+
+    def _repr_html_(self) -> str:
+        from ..pictures.page import report_body
+
+        try:
+            return report_body([("", self)])
+        except LnrewriteError:  # nothing draws charts here
+            return f"<pre>{escape(visible(str(self)))}</pre>"
 
     def __str__(self) -> str:
         from .words import told

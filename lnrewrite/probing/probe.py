@@ -130,6 +130,7 @@ class Prober:
             fp16=Headroom(top, FP16 / top if top else None, at),
             differentiated=what,
             notes=(*self.model.notes, *notes),
+            picture=self.model.inspect(),
         )
 
     def _stream(self, meter: Meter, norms: Mapping[str, float], shares: Mapping[str, float]) -> StreamFigures:
