@@ -61,3 +61,42 @@ def test_the_command(tmp_path: Path) -> None:
     assert row["models"] == ["demo:tinygpt"] * 2 and row["drift"]["relative_error"] == 0
     fails("LN010", 1, "diff", "demo:tinygpt", tmp_path / "nowhere.pt2")
     fails("LN022", 1, "diff", "demo:tinygpt", "demo:tinygpt", "--data", tmp_path / "nowhere.txt")
+
+
+@pytest.mark.parametrize(
+    "command", [["convert", "--to", "peri", "--fit", "constants"], ["opt", "--passes", "fold-affine"]]
+)
+def test_a_page_shows_before_and_after(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    name, *rest = command
+    row = json.loads(ok(name, "demo:tinygpt", *rest, "-o", "made.pt2", "--report", "page.html", "--json").stdout)
+    page = Path("page.html").read_text()
+    assert row["report"] == "page.html" and "made.pt2" in page and "before" in page and "after" in page
+    fails("LN025", 1, name, "demo:tinygpt", *rest, "-o", "other.pt2", "--report", "page.html")
+    fails("LN003", 2, name, "demo:tinygpt", *rest, "--dry-run", "--report", "new.html")
+
+
+def test_heal_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(bytes(k * k % 251 for k in range(40_000)))
+    ok("convert", "demo:tinygpt", "--to", "peri", "--fit", "constants", "-o", "peri.pt2")
+    asked = ["--steps", 1, "--batch-size", 1, "--no-control", "--lr", 1e-4, "--length", 16]
+    row = json.loads(
+        ok(
+            "heal",
+            "demo:tinygpt",
+            "peri.pt2",
+            "--data",
+            "text.txt",
+            "-o",
+            "healed.pt2",
+            *asked,
+            "--report",
+            "page.html",
+            "--json",
+        ).stdout
+    )
+    assert row["report"] == "page.html" and "healed.pt2" in Path("page.html").read_text()
+    fails("LN003", 2, "heal", "demo:tinygpt", "peri.pt2", "--data", "text.jsonl", "-o", "x.pt2", "--report", "y.html")

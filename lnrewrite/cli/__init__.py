@@ -23,6 +23,7 @@ from .kernels import kernels
 from .look import diff, inspect, probe
 from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, among, options, target_of, tell_name
 from .rehost import rehost
+from .report import REPORT, report_of, write_report
 
 if TYPE_CHECKING:
     from ..pipeline.driver import Pipeline
@@ -74,6 +75,7 @@ def main(context: click.Context, version: bool, verbose: bool) -> None:
 @click.option("--fit", help="With DATA: reconstruct, which is the default, or constants alone.")
 @click.option("--keep-sizes", is_flag=True, help="Post to pre, exactly: keep what a norm divides by, for each token.")
 @click.option("--as", "host", metavar="HOST", help="Of a checkpoint folder: write a stock architecture, or auto.")
+@REPORT
 @options(model=True, writes=True)
 def convert(
     model: str,
@@ -112,6 +114,7 @@ def convert(
 )
 @click.option("-o", "--output", metavar="OUT", help=OUT)
 @click.option("--dry-run", is_flag=True, help="Say what would be done and write nothing.")
+@REPORT
 @options(model=True, writes=True)
 def opt(model: str, text: str | None, preset: str | None, output: str | None, dry_run: bool, **asked: Any) -> int:
     """Run a pipeline of passes."""
@@ -284,12 +287,14 @@ def _rewrite(
     lenient: bool = False,
     named: str = "result",
     host: str | None = None,
+    page: str | None = None,
 ) -> int:
     """Run a pipeline on a model and write the result, the body of convert and opt; return the exit code."""
     from ..pipeline.job import Job
 
     source = identify(model, how)  # what is not there is told before torch is imported
     output = None if dry_run else source.named_after(named) if output is None else output
+    page_target = report_of(page, output, force, calibrate)
     job = Job(pipeline, partial, lenient, not no_verify, accept, how.seed)
     with screen.working(f"opening {model}"):
         from ..api import rewrite_source
@@ -302,10 +307,11 @@ def _rewrite(
         else:
             report = rewrite_source(source, job, output, calibrate=calibrate, force=force)
             housed, said = {}, ""
+        shown = write_report(page_target, (model, str(report.output)), calibrate, how, force)
     if no_verify:
         LOGGER.warning(f"warning: nothing shows that {report.output or 'the result'} computes what {model} does")
     tell_name(output, report.output)
     dry = "" if report.output else "\n\ndry run: nothing was written"
-    row = {**housed, **report.to_dict()}
+    row = {**housed, **report.to_dict(), **shown}
     screen.answer(row, lambda: f"pipeline   {report.pipeline}\n{report}{dry}{said}", "")
     return Exit.PARTIAL if report.refusals and partial and not lenient else Exit.DONE

@@ -16,6 +16,7 @@ from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions, Source
 from ..quiet import LOGGER
 from .options import ACCEPT, FORCE, Screen, options, target_of, tell_name
+from .report import REPORT, report_of, write_report
 
 if TYPE_CHECKING:
     from ..healing.config import HealingConfig
@@ -61,6 +62,7 @@ DATA = ".txt .jsonl .parquet .npy .bin .npz .pt .safetensors or pkg.module:itera
 @click.option("--save-steps", default=100, show_default=True, help="Steps between checkpoints.")
 @click.option("--run", metavar="FOLDER", help="Checkpoints, log.jsonl, loss.html; default OUT.run.")
 @click.option("--resume", is_flag=True, help="Go on where the run in that folder stopped.")
+@REPORT
 @ACCEPT
 @FORCE
 @options(model=True)
@@ -77,6 +79,7 @@ def heal(
     length: int | None,
     run: str | None,
     resume: bool,
+    page: str | None,
     accept: bool,
     force: bool,
     how: OpenOptions,
@@ -96,6 +99,7 @@ def heal(
             raise LnrewriteError(Code.LN601, f"model {source.name!r}", why, "heal the torch model, then export it")
     into_folder = sources[1].format is Format.TRANSFORMERS and Path(output).suffix not in SUFFIXES
     target = check_folder(output, sources[1].file, force) if into_folder else target_of(output, force)
+    page_target = report_of(page, output, force, held_out or data)
     if run is not None and not run.strip():
         raise UsageError(Code.LN003, f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
     with screen.working(f"capturing {teacher}"):
@@ -117,9 +121,10 @@ def heal(
         places |= {"tokenizer": tokenizer, "field": field}
         places |= {"device": how.device, "resume": resume, "restart": force, "force": force}
         found = _healed(sources, data, config, accept, into_folder, places)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    screen.answer(found.report.to_dict(), lambda: str(found.report), "")
+        if os.environ.get("RANK", "0") != "0":
+            return
+        shown = write_report(page_target, (student, str(target)), held_out or data, on_cpu, force)
+    screen.answer({**found.report.to_dict(), **shown}, lambda: str(found.report), "")
     tell_name(output, target)
 
 

@@ -92,10 +92,18 @@ def probe(model: str, data: str | None, output: str | None, force: bool, how: Op
 @click.argument("first")
 @click.argument("second")
 @click.option("--data", metavar="DATA", help=DATA)
+@click.option("-o", "--output", metavar="OUT", help="An .html page: both models' charts in one.")
+@FORCED
 @options(model=True)
-def diff(first: str, second: str, data: str | None, how: OpenOptions, screen: Screen) -> None:
+def diff(
+    first: str, second: str, data: str | None, output: str | None, force: bool, how: OpenOptions, screen: Screen
+) -> None:
     """Show two models side by side: placements, norms, sizes, figures on the same data, and how far they are apart."""
-    sources = [identify(model, how) for model in (first, second)]
+    sources, target = [identify(model, how) for model in (first, second)], page_of(output, force, PAGES)
+    if target is not None:
+        from ..pictures.charts import need_charts
+
+        need_charts(str(target))
     with screen.working(f"capturing {first}"):
         from ..api import load_source
         from ..data.batches import check_data
@@ -106,7 +114,9 @@ def diff(first: str, second: str, data: str | None, how: OpenOptions, screen: Sc
         one = load_source(sources[0])
         LOGGER.info(f"capturing {second}")
         found = compared(one, load_source(sources[1]), data, seed=how.seed, names=(first, second))
-    screen.answer(found.to_dict(), lambda: str(found), "")
+        if target is not None:
+            write_text_whole(target, found.to_html(), force=force)
+    screen.answer({**found.to_dict(), **_named(target)}, lambda: f"{found}{_told(target)}", "")
 
 
 def _named(target: Path | None) -> dict[str, object]:

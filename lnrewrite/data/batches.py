@@ -30,7 +30,8 @@ from .files import read_tensors
 BATCH = 8  # samples of a batch, where the model leaves their number free
 LENGTH = 128  # tokens of a text sample, where the model leaves their number free
 _LIMIT = 1024  # batches; an endless iterable ends here
-_SUFFIXES = (".npz", ".npy", ".pt", ".safetensors", ".txt")
+READ = (".npz", ".npy", ".pt", ".safetensors", ".txt")
+"""The files that DATA may be."""
 
 
 class Loads(Protocol):
@@ -85,7 +86,7 @@ class Data:
     @property
     def path(self) -> Path:
         """Return the file that DATA names. Raises LnrewriteError LN022 where there is none, or of no known form."""
-        return self.file(_SUFFIXES)
+        return self.file(READ)
 
     def file(self, suffixes: Sequence[str]) -> Path:
         """Return the file that DATA names. Raises LnrewriteError LN022 where there is none, or of none of the forms."""

@@ -74,13 +74,13 @@ class Proof:
 class Drift:
     """Hold how far a rewrite moved a model's outputs on sample data; None for a figure that its outputs do not give.
 
-    held_out: whether nothing was fitted on the data. samples: batches that were measured; off_path: batches that were
-    not, for the result takes another path on them. relative_error: |a - b| / |a|, and cosine, over all outputs
-    together. kl: nats for each row of the logits. top1_agreement: the share of rows with the same largest logit. data:
-    what the data are called.
+    held_out: whether nothing was fitted on the data; None where that is not known. samples: batches that were measured;
+    off_path: batches that were not, for the result takes another path on them. relative_error: |a - b| / |a|, and
+    cosine, over all outputs together. kl: nats for each row of the logits. top1_agreement: the share of rows with the
+    same largest logit. data: what the data are called.
     """
 
-    held_out: bool
+    held_out: bool | None
     samples: int
     relative_error: float | None = None
     cosine: float | None = None
@@ -109,6 +109,6 @@ class Drift:
             ("KL", self.kl),
             ("top-1 agreement", self.top1_agreement),
         )
-        held = "held out" if self.held_out else "the data of the fit"
+        held = {True: "held out, ", False: "the data of the fit, ", None: ""}[self.held_out]
         known = ", ".join(f"{name} {figure:.4g}" for name, figure in figures if figure is not None)
-        return f"{known} ({self.data} data, {held}, {self.samples} samples)"
+        return f"{known} ({self.data} data, {held}{self.samples} samples)"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from ..api import load
-from ..errors import LnrewriteError
+from ..errors import LnrewriteError, visible
 from ..layout import aligned, wrapped
 from ..models.program import Program
 from ..pipeline.protocols import Batch
@@ -76,6 +77,18 @@ class Difference:
             "probes": [p.to_dict() for p in self.probes],
         }
 
+    def to_html(self, names: tuple[str, str] = ("A", "B")) -> str:
+        """Return a page with both models' charts in one. Raises LnrewriteError LN018 where matplotlib is missing."""
+        from ..pictures.page import report
+
+        one, two = self.probes
+        said = f"outputs of {names[1]} beside {names[0]}: {self.drift or self.why}"
+        title = f"{one.model} and {two.model}" if one.model != two.model else one.model
+        return report([(names[0], one), (names[1], replace(two, notes=(said, *two.notes)))], title)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(visible(str(self)))}</pre>"
+
     def __str__(self) -> str:
         return told(self)
 
@@ -116,7 +129,7 @@ def diff(
 def _drift(held: Sequence[Program | OnnxProgram], batches: Sequence[Batch], data: str) -> tuple[Drift | None, str]:
     try:
         with torch.no_grad():
-            return replace(held[0].drift(held[1], batches, True), data=data), ""  # type: ignore[arg-type]
+            return replace(held[0].drift(held[1], batches, True), held_out=None, data=data), ""  # type: ignore[arg-type]
     except (LnrewriteError, ValueError, RuntimeError) as fault:
         return None, f"their outputs cannot be compared: {str(fault).partition(chr(10))[0]}"
 

@@ -1,0 +1,53 @@
+"""`--report FILE.html`: a page that shows a model before and after a command, on the same data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from ..errors import Code, UsageError
+from ..loading.identify import identify
+from ..loading.source import OpenOptions
+from ..quiet import LOGGER
+from .options import page_of
+
+REPORT = click.option("--report", "page", metavar="FILE.html", help="Write a page too: before and after, on DATA.")
+
+
+def report_of(page: str | None, output: str | None, force: bool, data: str | None) -> Path | None:
+    """Return the page to write, None where none is asked for: what hinders it is told before any work."""
+    from ..files.output import PAGES
+
+    target = page_of(page, force, PAGES)
+    if target is None:
+        return None
+    from ..data.batches import READ
+    from ..pictures.charts import need_charts
+
+    if output is None:
+        raise UsageError(Code.LN003, "--report with --dry-run", "there is nothing after it", "omit one of the two")
+    need_charts(str(target))
+    if data is not None and ":" not in data and Path(data).suffix not in READ:
+        why = f"figures are taken on {', '.join(READ)}, and this is {data}"
+        raise UsageError(Code.LN003, "--report", why, "make the page with lnrewrite diff, on such data")
+    return target
+
+
+def write_report(
+    target: Path | None, models: tuple[str, str], data: str | None, how: OpenOptions, force: bool
+) -> dict[str, str]:
+    """Write the page of two models, the second one written by the command; return what the JSON says of it."""
+    if target is None:
+        return {}
+    from ..api import load_source
+    from ..files.landing import write_text_whole
+    from ..probing.diffing import diff
+
+    LOGGER.info(f"reporting in {target}")
+    after = replace(how, factory=None, trust_pickle=False, trust_remote_code=False)
+    sources = identify(models[0], how), identify(models[1], after)
+    found = diff(load_source(sources[0]), load_source(sources[1]), data, seed=how.seed, names=models)
+    write_text_whole(target, found.to_html(("before", "after")), force=force)
+    return {"report": str(target)}
