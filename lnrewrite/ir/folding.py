@@ -19,7 +19,9 @@ def folded(blocks: Sequence[Row], longest: int, *, named: bool = True) -> Iterat
     longest: the number of blocks up to which each is shown, alike or not. named: whether blocks whose names differ in
     more than numbers are apart.
     """
-    keys = [_key(block, named) for block in blocks]
+    groups = [block["parallel_group"] for block in blocks]
+    joins = [group is not None and group == before for before, group in zip([None, *groups], groups, strict=False)]
+    keys = [(_key(block, named), joined) for block, joined in zip(blocks, joins, strict=True)]
     at = 0
     while at < len(blocks):
         period, times = (1, 1) if len(blocks) <= longest else _run(keys, at)

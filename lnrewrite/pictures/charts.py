@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,12 +88,12 @@ def lines_svg(
         for level in levels:
             axes.axhline(level.value, color=COLOR["mark"], linewidth=1.2, linestyle=(0, (4, 3)))
             axes.annotate(
-                level.name, (1, level.value), (-2, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                ha="right", color=COLOR["mark"], fontsize=11,
+                visible(level.name), (1, level.value), (-2, 3), xycoords=("axes fraction", "data"),
+                textcoords="offset points", ha="right", color=COLOR["mark"], fontsize=11,
             )  # fmt: skip
         xs = [x for line in held for x in line.xs]
         _places(axes, xs, source)
-        axes.set_ylabel(unit)
+        axes.set_ylabel(visible(unit))
         if len(held) > 1 or held[0].label:
             axes.legend(
                 ncols=2 if len(held) < 5 else 3, loc="lower left", bbox_to_anchor=(-0.02, 1.0), borderaxespad=0.2
@@ -190,7 +191,9 @@ def _plain(name: str) -> str:
 def _svg(figure: Figure, key: str, title: str, hints: Mapping[str, Sequence[str]]) -> str:
     """Return a figure as SVG that is part of a page."""
     page = BytesIO()
-    figure.savefig(page, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    with warnings.catch_warnings():  # of characters that its own font lacks: a browser has others
+        warnings.simplefilter("ignore", UserWarning)
+        figure.savefig(page, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = fromstring(page.getvalue())
     for parent in list(root.iter()):
         for child in list(parent):
@@ -219,7 +222,8 @@ def _adopt(element: Element, key: str) -> None:
             value = f"#{key}-{value[1:]}"
         value = re.sub(r"url\(#([^)]*)\)", rf"url(#{key}-\1)", value)
         if name == "style":
-            value = re.sub(r"font: ([^;']*?)([\d.]+px) '[^;]*", r"font-size: \2", value)
+            value = re.sub(r"font: [^;']*?([\d.]+px) '[^;]*", r"font-size: \1", value)  # until matplotlib 3.10
+            value = re.sub(r" ?font-family: [^;]*;?", "", value)
             value = re.sub("#0b0c[0-9a-f]{2}", lambda found: f"var(--{STAND_FOR[found[0]]})", value)
         element.set(name, value)
 

@@ -85,7 +85,8 @@ class Pen:
         """Draw a layer, in a frame that says how often it stands there where it is repeated."""
         times, top = rows[0][1], self.y
         if times > 1:
-            self.y += 10
+            self.y += 30
+            self.text(NAMES, top + 25, f"× {times}", "name")
         for _, grouped in groupby(rows, key=lambda row: _sum(row[3])):
             self.sum(list(grouped))
         if times > 1:
@@ -98,7 +99,6 @@ class Pen:
                 "rx": "10",
             }
             self.below.insert(0, Element("rect", {**box, "class": "group"}))
-            self.text(WIDE - 18, top + 25, f"× {times}", "name", anchor="end")
             self.y += 6
 
     def sum(self, rows: Sequence[Fold]) -> None:

@@ -185,9 +185,9 @@ def glance(probe: Probe) -> list[tuple[bool | None, str]]:
     rows: list[tuple[bool | None, str]] = [of_fp16(probe), of_massive(probe)]
     for stream in probe.streams:
         of = f"{stream.name}: " if len(probe.streams) > 1 else ""
-        for name, words in (("variance", of_states(stream, "variance")), ("blocks", of_blocks(stream, "influence"))):
-            if words:
-                rows.append((None, f"{of}{name}: {words[0].lower()}{words[1:]}"))
+        goes, least = of_states(stream, "variance"), of_blocks(stream, "influence")
+        rows += [(None, f"{of}The variance of the state goes f{goes[1:]}")] if goes else []
+        rows += [(None, f"{of}{least}")] if least else []
     converted = of_conversions([b for s in probe.streams for b in s.blocks])
     if converted:
         rows.append((None, f"Converting with constants is expected to move the state, {converted}."))
