@@ -39,7 +39,7 @@ def halves(values: Sequence[float]) -> float:
 
 def straightness(values: Sequence[float]) -> float:
     """Return how much of the values' variance a line over depth explains: 1 for a line."""
-    if not np.isfinite(values).all():
+    if not np.isfinite(values).all() or np.ptp(values) == 0:
         return math.nan
     return float(np.corrcoef(np.arange(len(values)), values)[0, 1] ** 2)
 
@@ -229,8 +229,10 @@ def tables(runs: Runs) -> str:
     parts = ["### Claims\n", _table(heads, claimed)]
     heads = ["", "best rate", "loss", "growth", "halves", "gradient first/last, start", "spread, end", "largest"]
     parts += ["### At the best rate of each\n", _table(heads, [_at_best(runs, arm) for arm in ARMS])]
-    heads = ["loss at", *(f"{rate:g}" for rate in runs.rates())]
-    parts += ["### By rate\n", _table(heads, [_by_rate(runs, arm) for arm in ARMS])]
+    parts += ["### By rate\n"]
+    for name, number in (("loss", _loss), ("largest activation", largest), ("growth of the variance", _growth)):
+        heads = [f"{name} at", *(f"{rate:g}" for rate in runs.rates())]
+        parts += [_table(heads, [_by_rate(runs, arm, number) for arm in ARMS])]
     first = [row for row in runs.rows if "converted" in row]
     sizes = [(row["loss"], row["converted"]["loss"]) for row in sorted(first, key=lambda row: row["seed"])]
     cells = [[str(seed), f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"] for seed, (a, b) in enumerate(sizes)]
@@ -245,11 +247,11 @@ def _at_best(runs: Runs, arm: Arm) -> list[str]:
     return [label(arm), f"{runs.best(arm):g}", *(_over_seeds([number(row) for row in rows]) for number in numbers)]
 
 
-def _by_rate(runs: Runs, arm: Arm) -> list[str]:
+def _by_rate(runs: Runs, arm: Arm, number: Callable[[Row], float]) -> list[str]:
     cells = [label(arm)]
     for rate in runs.rates():
-        losses, count = [row["loss"] for row in runs.of(arm, rate)], runs.failures(arm, rate)
-        cells.append(_over_seeds(losses) + (f", {count} fail" if count else ""))
+        values, count = [number(row) for row in runs.of(arm, rate)], runs.failures(arm, rate)
+        cells.append(_over_seeds(values) + (f", {count} fail" if count and number is _loss else ""))
     return cells
 
 

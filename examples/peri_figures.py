@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from peri_claims import ARMS, Arm, Row, Runs, failed, label, largest, tables
 
 INK = "#010203"
@@ -44,9 +45,9 @@ def by_depth(runs: Runs, name: str, axis: str) -> Figure:
                 seeds = [run[when][name] for run in runs.at_best(arm)]
                 first = 0 if name == "variance" else 1
                 _line(panel, arm, range(first, first + len(seeds[0])), list(zip(*seeds, strict=True)))
-            panel.set(yscale="log", title=f"{told}: {'before' if when == 'start' else 'after'}")
-            panel.set(xlabel="layer", ylabel=axis)
-            panel.legend(frameon=False, fontsize=8, labelcolor=INK)
+            _logarithmic(panel)
+            panel.set(xlabel="layer", ylabel=axis, title=f"{told}: {'before' if when == 'start' else 'after'}")
+        row[0].legend(frameon=False, fontsize=8, labelcolor=INK)
     return figure
 
 
@@ -63,8 +64,11 @@ def by_rate(runs: Runs) -> Figure:
                 for rate in runs.rates():
                     bad = [number(run) for run in runs.of(arm, rate) if failed(run, runs.frequencies)]
                     panel.plot([rate] * len(bad), bad, "x", color=LOOK[arm[0]][0], markersize=8)
-            panel.set(xscale="log", yscale="log", xlabel="learning rate", ylabel=axis, title=told)
-            panel.legend(frameon=False, fontsize=8, labelcolor=INK)
+            panel.set(xscale="log", xlabel="learning rate", ylabel=axis, title=told)
+            panel.set_xticks(runs.rates(), [f"{rate:g}" for rate in runs.rates()])
+            panel.set_xticks([], minor=True)
+        _logarithmic(row[1])
+        row[0].legend(frameon=False, fontsize=8, labelcolor=INK)
     return figure
 
 
@@ -77,6 +81,13 @@ def _panels() -> tuple[Figure, list[list[Axes]]]:
         panel.spines[["top", "right"]].set_visible(False)
         panel.title.set_fontsize(10)
     return figure, panels.tolist()
+
+
+def _logarithmic(panel: Axes) -> None:
+    panel.set_yscale("log")
+    panel.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter("{x:g}")
 
 
 def _line(panel: Axes, arm: Arm, x: object, seeds: list) -> None:
