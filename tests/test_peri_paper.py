@@ -257,6 +257,7 @@ def test_a_killed_run_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
             break
         time.sleep(0.1)
     else:
+        os.killpg(process.pid, signal.SIGKILL)
         pytest.fail("a process is left")
     assert subprocess.run(command, capture_output=True).returncode == 0
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 16
