@@ -225,9 +225,10 @@ def tables(runs: Runs) -> str:
         [c.about, c.text, c.number, _between(c), _over_seeds(c.values), f"{c.holding} of {len(c.values)}", c.answer]
         for c in claims(runs)
     ]
-    heads = ["about", "claim", "number", "bounds", "mean (seeds from, to)", "holds for", "answer"]
+    heads = ["about", "claim", "number", "bounds", "mean (least, most)", "holds for", "answer"]
     parts = ["### Claims\n", _table(heads, claimed)]
-    heads = ["", "best rate", "loss", "growth", "halves", "gradient first/last, start", "spread, end", "largest"]
+    heads = ["", "best rate", "loss", "growth of the variance", "second half over first"]
+    heads += ["gradient at the start, first layer over last", "gradient at the end, spread", "largest activation"]
     parts += ["### At the best rate of each\n", _table(heads, [_at_best(runs, arm) for arm in ARMS])]
     parts += ["### By rate\n"]
     for name, number in (("loss", _loss), ("largest activation", largest), ("growth of the variance", _growth)):
@@ -243,15 +244,17 @@ def tables(runs: Runs) -> str:
 
 def _at_best(runs: Runs, arm: Arm) -> list[str]:
     rows = runs.at_best(arm)
-    numbers = (_loss, _growth, lambda r: halves(_var(r)), lambda r: _fall(r, "start"), _uneven, largest)
-    return [label(arm), f"{runs.best(arm):g}", *(_over_seeds([number(row) for row in rows]) for number in numbers)]
+    numbers = (_growth, lambda r: halves(_var(r)), lambda r: _fall(r, "start"), _uneven, largest)
+    told = [_over_seeds([number(row) for row in rows]) for number in numbers]
+    return [label(arm), f"{runs.best(arm):g}", _over_seeds([_loss(row) for row in rows], 4), *told]
 
 
 def _by_rate(runs: Runs, arm: Arm, number: Callable[[Row], float]) -> list[str]:
     cells = [label(arm)]
     for rate in runs.rates():
         values, count = [number(row) for row in runs.of(arm, rate)], runs.failures(arm, rate)
-        cells.append(_over_seeds(values) + (f", {count} fail" if count and number is _loss else ""))
+        failing = f", {count} fail" if count and number is _loss else ""
+        cells.append(_over_seeds(values, 4 if number is _loss else 3) + failing)
     return cells
 
 
@@ -267,9 +270,14 @@ def _between(claim: Claim) -> str:
     return f"below {claim.high:g}" if claim.low == 0 else f"{claim.low:g} to {claim.high:g}"
 
 
-def _over_seeds(values: Sequence[float]) -> str:
-    mean = statistics.fmean(values)
-    return f"{mean:.3g} ({min(values):.3g}, {max(values):.3g})" if len(values) > 1 else f"{mean:.3g}"
+def _over_seeds(values: Sequence[float], digits: int = 3) -> str:
+    mean = _told(statistics.fmean(values), digits)
+    return f"{mean} ({_told(min(values), digits)}, {_told(max(values), digits)})" if len(values) > 1 else mean
+
+
+def _told(value: float, digits: int) -> str:
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
 
 
 def _table(heads: list[str], cells: list[list[str]]) -> str:

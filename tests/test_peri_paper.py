@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 import lnrewrite as lnr
 from lnrewrite import demo
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 sys.path.append(str(EXAMPLES))  # its files import one another, as they do when one of them is run
 
 import peri_claims  # noqa: E402
@@ -163,7 +165,7 @@ def test_where_all_is_as_claimed_all_answers_are_yes() -> None:
     assert all(c.holding == 2 for c in found) and runs.best(("pre", "whole")) == 1e-3
     assert runs.edge(("post", "whole")) == [1, 1] and runs.edge(("peri", "whole")) == [3, 3]
     text = peri_claims.tables(runs)
-    assert text.count("| yes |") == len(found) and "9 (9, 9), 2 fail" in text
+    assert text.count("| yes |") == len(found) and "9.000 (9.000, 9.000), 2 fail" in text
 
 
 ALONE = {
@@ -193,6 +195,16 @@ def test_one_seed_that_differs_makes_a_no() -> None:
             r["loss"] = 2.5
     (claim,) = (c for c in peri_claims.claims(Runs(rows, 3.0)) if c.text == "peri is better than pre")
     assert (claim.holding, claim.answer) == (1, "no")
+
+
+def test_the_page_answers_what_is_asked() -> None:
+    lines = (ROOT / "docs" / "results" / "peri_paper.md").read_text().splitlines()
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.search(r"\d of \d+ \|", line)
+    ]
+    assert [(c[0], c[1]) for c in cells] == [(c.about, c.text) for c in peri_claims.claims(Runs(world(), 3.0))]
+    for *_, holding, answer in cells:
+        assert answer == ("yes" if len(set(holding.split(" of "))) == 1 else "no")
 
 
 @pytest.mark.parametrize(
