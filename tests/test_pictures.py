@@ -112,10 +112,11 @@ def probes(draw: Any) -> Probe:
 
 # ---- a page as a browser takes it apart ----
 
-TAGS = set(
-    "html head meta title style body div header p h1 h2 h3 small ul li figure figcaption svg g path circle rect text "
-    "tspan use defs clippath image details summary table thead tbody tr th td code footer section".split()
-)
+TAGS = {
+    "html", "head", "meta", "title", "style", "body", "div", "header", "p", "h1", "h2", "h3", "small", "ul", "li",
+    "figure", "figcaption", "svg", "g", "path", "circle", "rect", "text", "tspan", "use", "defs", "clippath",
+    "image", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "code", "footer", "section",
+}  # fmt: skip
 
 
 class Page(HTMLParser):

@@ -74,9 +74,9 @@ WHAT = {
         "sizes."
     ),
     "gains": (
-        "What norms multiply by: 1 is no change, and a stored 1 + w counts as what it multiplies by. One channel far "
-        "above the others makes an outlier; an exact `fold-affine` moves gains and biases into the weights that read "
-        "them."
+        "What norms multiply by: a gain of 1 changes nothing, and a stored 1 + w counts as what it multiplies by. One "
+        "channel far above the others makes an outlier; an exact `fold-affine` moves gains and biases into the weights "
+        "that read them."
     ),
 }
 
