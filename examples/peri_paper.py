@@ -295,7 +295,7 @@ def finished(jobs: list[Job], folder: Path, processes: int) -> Iterator[dict]:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--out", type=click.Path(path_type=Path), default=Path("peri_paper"), help="The folder for everything.")
-@click.option("--seeds", default=5, help="Seeds of weights and batches.")
+@click.option("--seeds", default=3, help="Seeds of weights and batches.")
 @click.option("--steps", default=500, help=f"Steps of a whole run, of {ROWS} windows of {CONTEXT} bytes.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each; 0: in this process.")
 @click.option("--quick", is_flag=True, help="Tiny, one seed, two rates, a few steps: only to see that it runs.")
