@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .charts import Level, Line, lines_svg, map_svg
-from .words import BF16, WHAT, known, of_blocks, of_conversions, of_runs, of_states
+from .words import BF16, WHAT, capital, known, of_blocks, of_conversions, of_runs, of_states
 
 if TYPE_CHECKING:
     from ..probing.figures import StreamFigures
@@ -104,9 +104,9 @@ def _conversions(held: Sequence[Labeled], key: str) -> Iterator[View]:
             names = [block.name for block in stream.blocks]
             lines.append(Line(said, range(len(names)), ys, names, k, k, index > 0))
     if _any(lines):
-        title = "Expected error of a conversion"
-        svg = lines_svg(f"{key}-expected", title, [x for x in lines if _any([x])], "relative error of the state")
-        found = _found(held, lambda stream: f"{of_conversions(stream.blocks)}.".capitalize())
+        title = "Expected error of conversions"
+        svg = lines_svg(f"{key}-expected", title, [x for x in lines if _any([x])], "radians, RMS over tokens")
+        found = _found(held, lambda stream: f"{capital(of_conversions(stream.blocks))}.")
         yield View(title, svg, WHAT["expected_error"], found)
 
 

@@ -63,9 +63,9 @@ WHAT = {
         "nothing to say look there. A cache that drops the first token breaks such a model."
     ),
     "expected_error": (
-        "How far the state behind each block would move if the block were converted with constants alone: 0 is exact. "
-        "It follows from how much tokens differ and from how much of the state the branch is. Blocks that stand out "
-        "are those to leave as they are, or to heal."
+        "How far converting each block with constants alone is expected to turn the state behind it, in radians: "
+        "0 is exact, 1.57 a right angle. It follows from sizes: how much tokens differ, and how much of the state "
+        "the branch is. Blocks that stand out are those to leave as they are, or to heal."
     ),
     "massive": (
         "An activation is massive beyond 100 and 1,000 times the median of its state (arXiv 2402.17762). In large "
@@ -154,7 +154,7 @@ def of_conversions(blocks: Sequence[BlockFigures]) -> str:
             value, worst = max(held, key=lambda row: row[0])
             mean = sum(v for v, _ in held) / len(held)
             most = f", most {figure(value)} at {worst.name}" if value else ""
-            said.setdefault(f"{figure(mean)} a block{most}", []).append(placement)
+            said.setdefault(f"{figure(mean)} radians a block{most}", []).append(placement)
     return "; ".join(f"to {' or '.join(placements)}: {words}" for words, placements in said.items())
 
 
@@ -186,12 +186,17 @@ def glance(probe: Probe) -> list[tuple[bool | None, str]]:
     for stream in probe.streams:
         of = f"{stream.name}: " if len(probe.streams) > 1 else ""
         goes, least = of_states(stream, "variance"), of_blocks(stream, "influence")
-        rows += [(None, f"{of}The variance of the state goes f{goes[1:]}")] if goes else []
-        rows += [(None, f"{of}{least}")] if least else []
+        rows += [(None, capital(f"{of}the variance of the state goes f{goes[1:]}"))] if goes else []
+        rows += [(None, capital(f"{of}d{least[1:]}"))] if least else []
     converted = of_conversions([b for s in probe.streams for b in s.blocks])
     if converted:
-        rows.append((None, f"Converting with constants is expected to move the state, {converted}."))
+        rows.append((None, f"Converting with constants is expected to turn the state, {converted}."))
     return rows
+
+
+def capital(words: str) -> str:
+    """Begin a sentence."""
+    return words[:1].upper() + words[1:]
 
 
 def behind(state: State) -> str:
