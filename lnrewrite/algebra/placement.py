@@ -105,6 +105,11 @@ class Conversion:
                 self.follow(group[-1], samples[group[-1].name], sums[index + 1][0], samples[sums[index + 1][0].name])
         return found
 
+    @property
+    def resized(self) -> bool:
+        """Return whether the trunk is another than the original's: its size, or what a norm that is gone multiplied."""
+        return bool(self.carried or (self.ratio != 1).any())
+
     def turns(self, block: Block, where: Where, on: bool) -> bool:
         """Return whether the block's norm at `where` is switched on (or off)."""
         held, wanted = switches(block), self.wanted.get(block.name, switches(block))
@@ -174,7 +179,7 @@ class Conversion:
             operations += [] if shared else [SetNorm(Where.IN, None)]
             self.compensate(block, site, seen, operations, fits, shared)
             self.folded.add(site.origin[-1])
-        elif site is None and (self.carried or self.unit):
+        elif site is None and self.resized:
             self.compensate(block, site, seen, operations, fits, False)
 
     def compensate(
@@ -223,7 +228,7 @@ class Conversion:
             site = block.at(Where.OUT)
             found = fit(self.without(site, seen), goal, weight, bool(site and site.norm.beta))
             self.rescale(block, found.scale, found.shift, operations)
-        elif self.carried or self.unit:
+        elif self.resized:
             found = fit(seen.branch, goal, weight, self.plain and self.carried is not None)
             self.rescale(block, found.scale, found.shift, operations)
         else:
@@ -291,7 +296,7 @@ class Conversion:
             seen.total.shape == after.state.shape and np.allclose(seen.total, after.state, rtol=1e-4, atol=1e-6)
         ):
             return
-        if self.carried or self.unit or len(after.state) != len(self.trunk):
+        if self.resized or len(after.state) != len(self.trunk):
             self.refuse(onward, Code.LN114, "the trunk is scaled or transformed between blocks")
         self.trunk = after.state * 1.0
 
