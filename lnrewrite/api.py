@@ -321,14 +321,17 @@ def convert(
     partial: bool = False,
     seed: int = 0,
     live: bool = False,
+    post: str | None = None,
 ) -> nn.Module:
     """Convert a live module to another placement: nn.Module in, nn.Module out, the original untouched.
 
-    to: pre, post, peri, output or none. norm: auto, layer or rms for inserted norms. calibrate: batches (dicts of
-    keyword inputs or tuples); None uses synthetic inputs. fit: reconstruct fits the converted branches' own weights to
-    `calibrate` block by block, constants only what stands in place of a norm. keep_sizes: convert a Post-LN module to
-    pre exactly, without data: its graph then computes for each token what the norms divided by (not with `live`).
-    live: return a rewritten copy of the module itself instead of its captured graph, as `rewrite` makes it in place.
+    to: pre, post, peri, output, none, mix (post in the blocks that `post` selects, by default first:25%, else pre), sub
+    (pre, and a norm before each branch's last map) or lns (pre, what layer l reads divided by sqrt(l)). norm: auto,
+    layer or rms for inserted norms. calibrate: batches (dicts of keyword inputs or tuples); None uses synthetic inputs.
+    fit: reconstruct fits the converted branches' own weights to `calibrate` block by block, constants only what stands
+    in place of a norm. keep_sizes: convert a Post-LN module to pre exactly, without data: its graph then computes for
+    each token what the norms divided by (not with `live`). live: return a rewritten copy of the module itself instead
+    of its captured graph, as `rewrite` makes it in place.
     Warns where the graph follows one path of a module that chooses by its data. Raises Refused where a block cannot be
     converted.
     """
@@ -336,11 +339,11 @@ def convert(
         from .live.rewriting import rewrite
 
         module = copy.deepcopy(module)
-        text = placing(to, norm, blocks, fit, keep_sizes)
+        text = placing(to, norm, blocks, fit, keep_sizes, post=post)
         rewrite(module, text, args=args, kwargs=kwargs, calibrate=calibrate, partial=partial, seed=seed, undo=False)
         return module
     program = capture(module, args, kwargs)
     for path in program.fixed_paths:
         warnings.warn(f"captured on one path, that of the example inputs: {path}", stacklevel=2)
-    pipeline = Pipeline.parse(placing(to, norm, blocks, fit, keep_sizes))
+    pipeline = Pipeline.parse(placing(to, norm, blocks, fit, keep_sizes, post=post))
     return pipeline.run(program, calibrate, partial, seed).program.module()

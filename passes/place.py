@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from lnrewrite.algebra.placement import WRITABLE, Conversion, switches, usual_norm
 from lnrewrite.algebra.sizes import keep_sizes
 from lnrewrite.errors import Code, Refusal
-from lnrewrite.ir import Block, Exactness, Kind, Placement, Proposal, Side, Stream, Where
+from lnrewrite.ir import Block, Exactness, Kind, Placement, Proposal, Side, Stream, Where, sums
 from lnrewrite.pipeline import Context, Pass
 
 WANTED = {
@@ -18,6 +18,9 @@ WANTED = {
     Placement.OUTPUT: {Where.OUT},
     Placement.NONE: set[Where](),
 }
+
+FIRST = "first:25%"
+"""Which blocks of Mix-LN are post."""
 
 OFFSET = 8.0
 """How large a constant goes before a norm at the end of a branch, in sizes of the branch."""
@@ -31,7 +34,7 @@ class Place(Pass):
     trunk after the sum (post)? With N(x) = x / s(x), s the RMS (layer norms: the standard deviation)::
 
         pre     x' = x + F(N x)              peri    x' = x + N F(N x)          none  x' = x + F(x)
-        post    x' = N(x + F(x))             output  x' = x + N F(x)
+        post    x' = N(x + F(x))             output  x' = x + N F(x)          mix   post, then pre (Mix-LN)
 
     Switching one is exact but for one scalar per token, which a constant (or a gain) replaces::
 
@@ -46,6 +49,8 @@ class Place(Pass):
     The trunk is simulated token by token through the converted model, so that every fit sees what the blocks before it
     really hand on. Embedding norm and final norm stay; post adds an embedding norm where there is none, and the final
     norm is the last block's post norm. Tokens of outlying size (attention sinks) take no part in the fits.
+
+    `mix` is post in the blocks that `post` selects, by default the first quarter, and pre in the rest.
 
     With `plain-skips`, post to pre leaves the skips alone, as stock architectures have them: y = g z with a g of each
     block's own, what the branches write is divided by it, and the norms read z, with gains fitted anew::
@@ -78,20 +83,24 @@ class Place(Pass):
             writes @b:0
 
     Refuses: LN110 (no place for the norm), LN111 (kind of norm), LN112 (dead branch), LN113 (parallel branches apart),
-    LN114 (scaled trunk). Source: Kim et al. 2502.02732, Xiong et al. 2002.04745, and the identities above.
+    LN114 (scaled trunk). Source: Kim et al. 2502.02732, Xiong et al. 2002.04745, Li et al. 2412.13795 (Mix-LN),
+    and the identities above.
     """
 
     name: ClassVar[str] = "place"
     needs_blocks: ClassVar[bool] = True
 
-    to: Literal["pre", "post", "peri", "output", "none"]
+    to: Literal["pre", "post", "peri", "output", "none", "mix"]
     norm: Literal["auto", "layer", "rms"] = "auto"
     blocks: str | None = None
     fit: Literal["reconstruct", "constants"] = "reconstruct"
     keep_sizes: bool = False
     plain_skips: bool = False
+    post: str = FIRST
 
     def __post_init__(self) -> None:
+        if self.post != FIRST and self.to != "mix":
+            raise ValueError("post is for to=mix alone; blocks= selects what is converted")
         if self.keep_sizes and (self.to, self.norm, self.fit) != ("pre", "auto", "reconstruct"):
             raise ValueError("keep-sizes is for to=pre alone; it puts in the norms that there are, and fits nothing")
         if self.plain_skips and (self.keep_sizes or self.to != "pre"):
@@ -116,11 +125,12 @@ class Place(Pass):
         """Return the edits that take the selected blocks of a stream to `to`."""
         if self.keep_sizes:
             return keep_sizes(stream, context, context.selected(self.blocks))
-        target = Placement(self.to)
+        targets = self.targets(stream, context)
+        wanted = {name: WANTED[target] for name, target in targets.items()}
         chosen = [b for b in stream.blocks if b.name in context.selected(self.blocks)]
-        moving = [b for b in chosen if b.placement is not target]
+        moving = [b for b in chosen if b.placement is not targets[b.name]]
         skipped = [
-            (b.name, f"it is {target} already" if b in chosen else "not selected")
+            (b.name, f"it is {targets[b.name]} already" if b in chosen else "not selected")
             for b in stream.blocks
             if b not in moving
         ]
@@ -129,19 +139,19 @@ class Place(Pass):
             for w, s in (("embedding", stream.embedding), ("final", stream.final))
             if s
         ]
-        refusals = [r for b in moving if (r := _refusal(stream, b, WANTED[target], moving))]
+        refusals = [r for b in moving if (r := _refusal(stream, b, wanted[b.name], moving))]
         moving = [b for b in moving if b.name not in {r.site for r in refusals}]
         if not moving:
             return Proposal((), tuple(refusals), tuple(skipped))
         norms = (site.norm for _, site in stream.sites() if site.where is not Where.INNER)
         kind, eps, beta = usual_norm(norms, self.norm)
         offset = OFFSET if self.fit == "reconstruct" and context.fits else 0.0
-        conversion = Conversion(stream, context, {b.name: WANTED[target] for b in moving}, kind, eps, beta, offset)
+        conversion = Conversion(stream, context, {b.name: wanted[b.name] for b in moving}, kind, eps, beta, offset)
         conversion.plain = self.plain_skips
         edits = conversion.edits()
         if conversion.refusals:
             refusals += conversion.refusals
-            together = any(Where.POST in switches(b) ^ WANTED[target] for b in moving)
+            together = any(Where.POST in switches(b) ^ wanted[b.name] for b in moving)
             edits = [] if together else [e for e in edits if e.target not in {r.site for r in refusals}]
             refusals += [
                 Refusal(
@@ -154,15 +164,24 @@ class Place(Pass):
                 if not edits and b.name not in {r.site for r in refusals}
             ]
         named = {e.target for e in edits} | {r.site for r in refusals}
-        sums = {b.anchor.total for b in moving if b.name in named}
+        skipped = [(name, why) for name, why in skipped if name not in named]  # it goes along with the trunk's size
+        done = {b.anchor.total for b in moving if b.name in named}
         for block in (b for b in moving if b.name not in named):
-            if block.at(Where.POST) and block.anchor.total not in sums:
+            if block.at(Where.POST) and block.anchor.total not in done:
                 why = "the norm after it is the last of its stream, which stays"
                 refusals.append(Refusal(Code.LN110, block.name, why, "choose post"))
             else:
                 why = "its norm is the final one, or shared with a branch of the same sum and edited there"
                 skipped.append((block.name, why))
         return Proposal(tuple(edits), tuple(refusals), tuple(skipped), conversion.vectors)
+
+    def targets(self, stream: Stream, context: Context) -> dict[str, Placement]:
+        """Return the placement that each block is to have: one, or with `mix` one for the blocks of each sum."""
+        if self.to != "mix":
+            return {b.name: Placement(self.to) for b in stream.blocks}
+        post = context.selected(self.post)
+        found = ((group, any(b.name in post for b in group)) for group in sums(stream))
+        return {b.name: Placement.POST if early else Placement.PRE for group, early in found for b in group}
 
 
 def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Block]) -> Refusal | None:

@@ -58,8 +58,8 @@ def test_outputs_stay(item: Any, machine: Machine) -> None:
     assert_same(machine, apply(machine, item.propose(machine.stream, context(machine))))
 
 
-AGAIN = {"rotate-stream"}
-"""Passes that change the basis each time they are asked to: nothing in a picture says which basis it is in."""
+AGAIN = {"rotate-stream", "scale-norms"}
+"""Passes that do the same again when they are asked to: on the machine, a picture says nothing of what they put in."""
 
 
 @pytest.mark.parametrize("item", [i for i in exact_passes() if i.name not in AGAIN], ids=lambda item: item.name)
@@ -319,6 +319,10 @@ def nothing(operation: Any) -> None:
     return None
 
 
+def without_affine(operation: Operation) -> Operation | None:
+    return None if isinstance(operation, Affine) else operation
+
+
 def old_eps(before: float) -> Callable[[SetNorm], SetNorm]:
     return lambda o: replace(o, norm=o.norm and replace(o.norm, eps=before))
 
@@ -354,6 +358,8 @@ WRONG: dict[str, tuple[str, str, Spoil]] = {
         on_param("o.weight", lambda o: replace(o, writer=replace(o.writer, bias=None))),
     ),
     "eps of an RMSNorm": ("layernorm-to-rmsnorm", CENTRED, on_norms(without_eps)),
+    "the factor of a layer": ("scale-norms", CENTRED.replace("attention", "mlp"), each(without_affine)),
+    "the gain of a layer": ("scale-norms", CENTRED.replace("attention", "mlp"), on_norms(nothing)),
     "eps of the stream's size": ("rescale-stream{by=0.5}", CENTRED, on_norms(old_eps(0.1))),
     "a writer's size": ("rescale-stream{by=0.5}", CENTRED, on_param("o.weight", nothing)),
     "a table's size": ("rescale-stream{by=0.5}", CENTRED, on_param("wte.weight", nothing)),

@@ -86,7 +86,7 @@ def pictures(docstring: str) -> Iterator[tuple[str, str]]:
             yield found[1], textwrap.dedent("\n".join(block)).strip() + "\n"
 
 
-FITTED = ("place", "fix-norms")
+FITTED = ("place", "fix-norms", "norm-writers")
 """Passes that ask for data."""
 
 

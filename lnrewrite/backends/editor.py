@@ -45,8 +45,8 @@ class Editor(Protocol[Handle]):
         It stands where `at` is known, and with that what a computed gain is computed from.
         """
 
-    def affine(self, x: Handle, scale: str | None, shift: str | None) -> Handle:
-        """Return a new scale * x + shift, either of which may be left out; they broadcast to `x`."""
+    def affine(self, x: Handle, scale: str | float | None, shift: str | None) -> Handle:
+        """Return a new scale * x + shift, either of which may be left out; parameters broadcast to `x`."""
 
     def center(self, x: Handle, axis: int) -> Handle:
         """Return a new x minus its mean over an axis, which stands right behind `x`."""

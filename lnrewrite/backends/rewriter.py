@@ -25,6 +25,7 @@ from ..ir import (
     Linear,
     Norm,
     Normalize,
+    Number,
     Proposal,
     ScaleWriter,
     SetNorm,
@@ -112,8 +113,9 @@ class Rewriter(Generic[Handle]):
             return
         if op.norm is None:
             self.fail(f"it has no {op.where} norm to remove")
-        if block and op.where in (Where.IN, Where.OUT):
-            uses = self.wiring.entrance(block) if op.where is Where.IN else self.wiring.end(block)
+        ways = {Where.IN: self.wiring.entrance, Where.INNER: self.wiring.ahead, Where.OUT: self.wiring.end}
+        if block and op.where in ways:
+            uses = ways[op.where](block)
             node = self.norm(uses[0].operand, op.norm, op, owner)
             self.wiring.redirect(uses, node)
             self.wiring.chained[owner, op.where] = node
@@ -173,13 +175,14 @@ class Rewriter(Generic[Handle]):
         if isinstance(op.scale, Size):
             return self.sized(stream, x, op.scale)
         behind = [1] * (-axis - 1)
-        given = {"scale": op.scale, "shift": op.shift}
+        fixed = float(op.scale.value) if isinstance(op.scale, Number) else None
+        given = {"scale": op.scale if fixed is None else None, "shift": op.shift}
         arrays = {key: self.operands.array(value) for key, value in given.items() if value is not None}
         names = {
             key: self.create(f"{name}.{key}", array.reshape(*array.shape, *behind) if array.ndim else array, x)
             for key, array in arrays.items()
         }
-        return self.editor.affine(x, names.get("scale"), names.get("shift"))
+        return self.editor.affine(x, names.get("scale", fixed), names.get("shift"))
 
     def sized(self, stream: Stream, x: Handle, by: Size) -> Handle:
         """Return x * S, or x / S, which all that divide one value by one size share."""

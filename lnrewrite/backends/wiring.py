@@ -44,6 +44,10 @@ class Wiring(Generic[Handle]):
         wanted = region.intersection(self.view.users[name])
         return self.uses(name, wanted, self.chained.get((block.name, Where.IN)))
 
+    def ahead(self, block: Block) -> list[Use[Handle]]:
+        """Return the use by which what a branch's only writer reads is handed on to it now."""
+        return self.uses(block.anchor.hidden, self.view.users[block.anchor.hidden])
+
     def end(self, block: Block) -> list[Use[Handle]]:
         """Return the use by which a branch's value enters its sum now."""
         return self.uses(block.anchor.branch, {block.anchor.add}, self.chained.get((block.name, Where.OUT)))

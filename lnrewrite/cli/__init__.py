@@ -13,7 +13,7 @@ from .._version import __version__
 from ..errors import Code, Exit, LnrewriteError, UsageError, unknown
 from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions
-from ..pipeline.presets import PRESETS
+from ..pipeline.presets import PRESETS, TARGETS
 from ..quiet import LOGGER
 from .about import doctor, versions, versions_told
 from .console import Group, show
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from ..pipeline.driver import Pipeline
 
 OPSET, THREADS, ROUNDS = click.IntRange(1, 1000), click.IntRange(1, 1024), click.IntRange(1, 100_000)
-PLACEMENTS = ("pre", "post", "peri", "output", "none")
-TARGETS, DTYPES = ("cpu", "cuda", "tensorrt", "generic"), ("fp32", "fp16", "bf16")
+DEVICES, DTYPES = ("cpu", "cuda", "tensorrt", "generic"), ("fp32", "fp16", "bf16")
 
 
 @click.group(
@@ -65,13 +64,14 @@ def main(context: click.Context, version: bool, verbose: bool) -> None:
     "--to",
     required=True,
     metavar="PLACEMENT",
-    help="pre, post, peri, output or none.",
-    shell_complete=among(PLACEMENTS),
+    help="pre, post, peri, output, none, mix (Mix-LN), sub (Sub-LN) or lns (LayerNorm Scaling).",
+    shell_complete=among(TARGETS),
 )
 @click.option("-o", "--output", metavar="OUT", help=f"{OUT}  [default: NAME.PLACEMENT.pt2, here]")
 @click.option("--dry-run", is_flag=True, help="Say what would be done and write nothing.")
 @click.option("--norm", default="auto", show_default=True, help="Kind of inserted norms: auto, layer or rms.")
 @click.option("--blocks", metavar="SELECT", help="name-glob, 3, 0-5, first:25%, last:2, attention, mlp, joined by ';'.")
+@click.option("--post", metavar="SELECT", help="With --to mix: the blocks that are post.  [default: first:25%]")
 @click.option("--fit", help="With DATA: reconstruct, which is the default, or constants alone.")
 @click.option("--keep-sizes", is_flag=True, help="Post to pre, exactly: keep what a norm divides by, for each token.")
 @click.option("--as", "host", metavar="HOST", help="Of a checkpoint folder: write a stock architecture, or auto.")
@@ -84,6 +84,7 @@ def convert(
     dry_run: bool,
     norm: str,
     blocks: str | None,
+    post: str | None,
     fit: str | None,
     keep_sizes: bool,
     host: str | None,
@@ -93,17 +94,22 @@ def convert(
     from ..pipeline.driver import Pipeline
     from ..pipeline.spec import placing
 
-    if to not in PLACEMENTS:
-        unknown(Code.LN003, "placement", to, PLACEMENTS)
-    selection = None if blocks is None else ";".join(term.strip() for term in blocks.split(";"))
-    if selection is not None and not re.fullmatch(r"[^\s{}]+", selection):
-        remedy = "write terms such as 0-5 or attention, joined by ';'"
-        raise UsageError(Code.LN004, f"block selection {blocks!r}", "it is empty or holds spaces or braces", remedy)
+    if to not in TARGETS:
+        unknown(Code.LN003, "placement", to, TARGETS)
     if keep_sizes and fit:
         raise UsageError(Code.LN003, "--fit with --keep-sizes", "nothing is fitted where sizes are kept", "give one")
     plain = host is not None and to == "pre" and not keep_sizes  # no stock architecture scales its skips
-    text = placing(to, norm, selection, fit or "reconstruct", keep_sizes, plain)
+    text = placing(to, norm, _selection(blocks), fit or "reconstruct", keep_sizes, plain, _selection(post))
     return _rewrite(model, Pipeline.parse(text), output, dry_run, named=to, host=host, **asked)
+
+
+def _selection(given: str | None) -> str | None:
+    """Return a selection of blocks as an option of a pass holds it. Raises UsageError LN004."""
+    selection = None if given is None else ";".join(term.strip() for term in given.split(";"))
+    if selection is not None and not re.fullmatch(r"[^\s{}]+", selection):
+        remedy = "write terms such as 0-5 or attention, joined by ';'"
+        raise UsageError(Code.LN004, f"block selection {given!r}", "it is empty or holds spaces or braces", remedy)
+    return selection
 
 
 @main.command()
@@ -132,7 +138,7 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
 @click.argument("model")
 @click.option("-o", "--output", required=True, metavar="OUT", help="The .onnx file to write, or a folder of a decoder.")
 @click.option(
-    "--target", metavar="TARGET", required=True, help="cpu, cuda, tensorrt or generic.", shell_complete=among(TARGETS)
+    "--target", metavar="TARGET", required=True, help="cpu, cuda, tensorrt or generic.", shell_complete=among(DEVICES)
 )
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, fp16 or bf16.", shell_complete=among(DTYPES))
 @click.option("--opset", type=OPSET, metavar="N", help="The operator set; default 18, or the ONNX file's own.")

@@ -10,7 +10,8 @@ from . import scales as scales_
 from .beside import Skip, skip_of
 from .branches import Branch
 from .chains import Sum
-from .edges import LinearEdge, counted, readers, writers
+from .edges import LinearEdge, counted, moved, read, readers, writers
+from .graph import CASTS, OpGraph
 from .joins import Join
 from .match import NormMatch
 from .naming import common
@@ -91,7 +92,20 @@ def _anchor(view: NormedGraph, branch: Branch, join: Join, axis: int, ends: Line
     done = ends.path | {o.name for o in graph.between(inside.value, branch.end)} | view.inside.keys()
     early = {o for o in branch.region for norm in branch.entries if graph.reaches(o, norm.source)}
     between = tuple(sorted(branch.region - done - early, key=graph.index.__getitem__))
-    return Anchor(branch.root, branch.end, branch.add, join.skip, join.total, axis, between)
+    return Anchor(branch.root, branch.end, branch.add, join.skip, join.total, axis, between, _hidden(graph, ends))
+
+
+def _hidden(graph: OpGraph, ends: LinearEdge) -> str:
+    """Return what the one linear map that ends a branch reads, ahead of casts and reshapes, where nothing else does."""
+    if len(ends.linears) != 1 or ends.others:
+        return ""
+    op = graph[ends.linears[0].node]
+    name = next((n for n in op.data if n not in graph.constant and read(graph, op, n, -1)), "")
+    while name and graph[name].kind in CASTS | {"reshape"} and len(graph.users[name]) == 1:
+        if moved(graph, graph[name], -1, back=True) != -1:
+            break
+        name = graph[name].data[0]
+    return name if name and len(graph.users[name]) == 1 else ""
 
 
 def _counted(sites: Sites, pair: ScalePair) -> ScalePair:

@@ -24,7 +24,7 @@ from .edits import (
     Vector,
     Vectors,
 )
-from .network import Block, Network, Stream, site_name, sums
+from .network import Block, Network, Stream, layers, site_name, sums
 from .parts import Anchor, Barrier, Gate, Kind, Linear, Norm, Placement, Scale, ScalePair, Side, Site, Where
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "Vector",
     "Vectors",
     "Where",
+    "layers",
     "site_name",
     "sums",
 ]

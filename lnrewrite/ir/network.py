@@ -164,6 +164,17 @@ def sums(stream: Stream) -> list[list[Block]]:
     return [[b for _, b in run] for _, run in groupby(enumerate(stream.blocks), key=one_sum)]
 
 
+def layers(stream: Stream) -> list[int]:
+    """Return the number of each block's layer, from 1: one ends with its MLP; without any, each sum is a layer."""
+    ends = {"mlp", "moe"}
+    whole = not any(b.kind in ends for b in stream.blocks)
+    numbers, layer = list[int](), 1
+    for group in sums(stream):
+        numbers += [layer] * len(group)
+        layer += whole or any(b.kind in ends for b in group)
+    return numbers
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """Hold all that was seen in one model: its streams, norms that are on no stream, and what was not understood.

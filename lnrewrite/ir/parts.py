@@ -240,7 +240,8 @@ class Anchor:
     `state` is the trunk value that the block reads (for post, the norm's output), `branch` the branch's last value
     before the add, `add` the node that adds it to the trunk and `skip` the add's other operand. Several adds of one
     sum share `total`, the sum's last add. `axis` is the channels' place in these values, counted from the end. `inside`
-    are the branch's values between readers and writers: neither of the stream's size nor a norm's.
+    are the branch's values between readers and writers: neither of the stream's size nor a norm's. `hidden` is what the
+    branch's only writer reads, with its channels last; empty where something else reads it too, or there are several.
     """
 
     state: str = ""
@@ -250,3 +251,4 @@ class Anchor:
     total: str = ""
     axis: int = -1
     inside: tuple[str, ...] = ()
+    hidden: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from .network import Block, Stream
+from .network import Block, Stream, layers
 from .parts import Kind, Placement, Where
 
 PRE, POST, PERI, OUTPUT = Placement.PRE, Placement.POST, Placement.PERI, Placement.OUTPUT
@@ -81,12 +81,11 @@ def _mix_ln(stream: Stream) -> bool:
 
 def _layernorm_scaling(stream: Stream) -> bool:
     """Pre, what layer l reads divided by sqrt(l) (arXiv 2502.05795)."""
-    for of_layer in (1, 2):
-        wanted = [1 / math.sqrt(i // of_layer + 1) for i in range(len(stream.blocks))]
-        found = [math.prod(_number(s.by, s.inverse) for s in b.scaled("read")) for b in stream.blocks]
-        if len(stream.blocks) > of_layer and all(
-            math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)
-        ):
+    count = range(len(stream.blocks))
+    found = [math.prod(_number(s.by, s.inverse) for s in b.scaled("read")) for b in stream.blocks]
+    for numbers in (layers(stream), [i + 1 for i in count], [i // 2 + 1 for i in count]):
+        wanted = [1 / math.sqrt(n) for n in numbers]
+        if numbers[-1] > 1 and all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
             return _all(stream, PRE)
     return False
 

@@ -47,7 +47,7 @@ def rewrite(
 ) -> Report:
     """Rewrite a living nn.Module in place: it stays its own Python, with `generate()`, caches, hooks and training.
 
-    pipeline: a Pipeline or its text; or give `to` (pre, post, peri, output, none) with `norm`, `blocks` and `fit` as
+    pipeline: a Pipeline or its text; or give `to` (a target of `convert`) with `norm`, `blocks` and `fit` as
     `convert` takes them. args, kwargs: example inputs. calibrate: batches, as `Pipeline.run` takes them. Parameters
     keep their names and stay the same objects; removed norms become `nn.Identity`, inserted ones live in the block that
     they serve (`....norm_in`, `norm_out`, `norm_post`). undo: keep the old values of what changes, for `unrewrite`.

@@ -231,6 +231,11 @@ class GraphModel(Exportable, Generic[StoredT]):
         """Run the model on the batches and return what each block saw and did, [tokens, width] each."""
         return calibration.collect(self.network, self._record, batches)
 
+    def recorded(self, batches: Sequence[Batch], axes: Mapping[str, int]) -> Mapping[str, Floats]:
+        """Run the model on the batches and return values of its graph, [tokens, channels at the axis of each]."""
+        width = max((self.graph.width(name, axis) for name, axis in axes.items()), default=0)
+        return calibration.recorded(axes, width, self._record, batches)
+
     def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:
         """Run the model on the batches and return the size of the largest number in each value of its graph."""
         return calibration.peaks(self.graph, self._record, batches)

@@ -36,8 +36,22 @@ def collect(network: Network, record: Recorder, batches: Sequence[Batch], seed: 
     """
     names = {b.name: _nodes(s, b, i) for s in network.streams for i, b in enumerate(s.blocks)}
     axes = {n: axis for nodes in names.values() for n, axis in nodes.values() if n}
-    width = max((s.width for s in network.streams), default=0) or 1  # 0: not known
-    limit = max(64, BYTES // (8 * width * max(1, len(axes)) * len(batches)))
+    width = max((s.width for s in network.streams), default=0)
+    arrays = recorded(axes, width, record, batches, seed)
+    return {
+        block: Samples(**{k: cast(Floats, arrays.get(n)) for k, (n, _) in nodes.items()})
+        for block, nodes in names.items()
+    }
+
+
+def recorded(
+    axes: Mapping[str, int], width: int, record: Recorder, batches: Sequence[Batch], seed: int = 0
+) -> dict[str, Floats]:
+    """Return values of the graph, by node, on the batches: float64 arrays [tokens, channels], channels from their axis.
+
+    `width` is the most channels that one has, 0 where it is not known. Raises LnrewriteError LN022, LN026.
+    """
+    limit = max(64, BYTES // (8 * max(1, width) * max(1, len(axes)) * len(batches)))
     parts: dict[str, list[Floats]] = {n: [] for n in axes}
     for index, batch in enumerate(batches):
         for name, value in record(batch, list(axes)).items():
@@ -51,10 +65,7 @@ def collect(network: Network, record: Recorder, batches: Sequence[Batch], seed: 
             raise LnrewriteError(
                 Code.LN026, "calibration", why, "run the model in float32, or check the data and the weights"
             )
-    return {
-        block: Samples(**{k: cast(Floats, arrays.get(n)) for k, (n, _) in nodes.items()})
-        for block, nodes in names.items()
-    }
+    return arrays
 
 
 def peaks(graph: OpGraph, record: Recorder, batches: Sequence[Batch]) -> dict[str, float]:

@@ -77,10 +77,10 @@ def _allowed(item: Proposer, context: Context) -> Context:
     if item.needs_data:
         return context
 
-    def refuse() -> NoReturn:
+    def refuse(*_: object) -> NoReturn:
         raise RuntimeError(f"{item.name} asks for samples but declares that it needs no data")
 
-    return replace(context, samples=refuse, peaks=refuse)
+    return replace(context, samples=refuse, peaks=refuse, recorded=refuse)
 
 
 def _check(text: str, stream: Stream, proposal: Proposal) -> None:

@@ -17,3 +17,10 @@ PRESETS = {
     "fp16": ("values that overflow fp16", "absorb-scales,rescale-stream{fit=fp16}"),
 }
 """What a preset is for, and the pipeline that it stands for."""
+
+TARGETS = {
+    **{name: (name, "") for name in ("pre", "post", "peri", "output", "none", "mix")},
+    "sub": ("pre", "norm-writers"),
+    "lns": ("pre", "scale-norms"),
+}
+"""What a network can be converted to: where `place` puts its norms, and the pass behind it, if any."""

@@ -64,11 +64,12 @@ class Context:
     """Give a pass what lies beyond its stream; everything is a question, nothing can be changed through it.
 
     `samples()` runs the model on the calibration data, once, and returns block name -> `Samples`; `peaks()` the size of
-    the largest number in each value of the graph, by node. `affine(start, end, axis)` are a and s, per channel, of a
-    piece of graph that computes a x + s. `is_ones(param)` and
-    `is_zeros(param)` look at a parameter's values, `values(param)` returns them as a float64 array and raises
-    LnrewriteError LN105 where they are computed: catch it, and refuse. `seed` is for a pass that draws random numbers,
-    `fits` says that the weights of branches are fitted to the calibration data when the edits are made.
+    the largest number in each value of the graph, by node; `recorded(axes)` values of nodes on the same data, as arrays
+    [tokens, channels], with the channels of each from its axis. `affine(start, end, axis)` are a and s, per channel, of
+    a piece of graph that computes a x + s. `is_ones(param)` and `is_zeros(param)` look at a parameter's values,
+    `values(param)` returns them as a float64 array and raises LnrewriteError LN105 where they are computed: catch it,
+    and refuse. `seed` is for a pass that draws random numbers, `fits` says that the weights of branches are fitted to
+    the calibration data when the edits are made.
     """
 
     network: Network
@@ -81,6 +82,7 @@ class Context:
     affine: Callable[[str, str, int], tuple[Floats, Floats]] = _unknown
     peaks: Callable[[], Mapping[str, float]] = dict
     fits: bool = False
+    recorded: Callable[[Mapping[str, int]], Mapping[str, Floats]] = lambda axes: {}
 
     def gain(self, norm: Norm) -> Floats | float:
         """Return what a norm multiplies by: a vector [width], 1 + gamma where it is stored so; a number without one."""
@@ -145,6 +147,10 @@ class Model(Protocol):
 
         Also what was done, and notes; this model may be used up.
         """
+        ...
+
+    def recorded(self, batches: Sequence[Batch], axes: Mapping[str, int]) -> Mapping[str, Floats]:
+        """Run the model on the batches and return values of its graph, [tokens, channels at the axis of each]."""
         ...
 
     def peaks(self, batches: Sequence[Batch]) -> Mapping[str, float]:

@@ -18,6 +18,7 @@ from typing import Literal, NoReturn, cast
 from .. import errors
 from ..errors import Code, UsageError
 from . import registry
+from .presets import TARGETS
 from .protocols import Proposer
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*(?::[A-Za-z_][\w.]*)?")
@@ -219,7 +220,20 @@ def placing(
     fit: str = "reconstruct",
     keep_sizes: bool = False,
     plain_skips: bool = False,
+    post: str | None = None,
 ) -> str:
-    """Spell the pipeline that converts the selected blocks to one placement."""
-    more = f" blocks={blocks}" * bool(blocks) + " keep-sizes" * keep_sizes + " plain-skips" * plain_skips
-    return f"place{{to={to} norm={norm} fit={fit}{more}}}"
+    """Spell the pipeline that converts the selected blocks to one of `TARGETS`. Raises UsageError LN003 for another."""
+    if to not in TARGETS:
+        errors.unknown(Code.LN003, "placement", to, TARGETS)
+    placement, behind = TARGETS[to]
+    given = {"norm": norm, "fit": fit} | ({"blocks": blocks} if blocks else {})
+    more = f" post={post}" * (post is not None) + " keep-sizes" * keep_sizes + " plain-skips" * plain_skips
+    text = f"place{{to={placement} {_options_of(given)}{more}}}"
+    if not behind:
+        return text
+    taken = {_kebab(f.name) for f in registry.options(registry.find(behind))}
+    return f"{text},{behind}{{{_options_of({k: v for k, v in given.items() if k in taken})}}}"
+
+
+def _options_of(given: Mapping[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in given.items())

@@ -120,6 +120,7 @@ class Turn(Generic[M]):
             shape=program.shape,
             affine=program.affine,
             peaks=lambda: self.peaks,
+            recorded=lambda axes: program.recorded(self.feed.fit, axes),
             fits=self.feed.fits_weights,
         )
 

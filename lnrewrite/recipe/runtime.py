@@ -84,11 +84,15 @@ class RMSNorm(Norm):
 
 
 class Affine(nn.Module):
-    """scale * x + shift, one number for each channel or one for all; either may be missing."""
+    """scale * x + shift, one number for each channel or one for all; either may be missing, or a scale be fixed."""
 
-    def __init__(self, scale: Sequence[int] | None = None, shift: Sequence[int] | None = None) -> None:
+    def __init__(self, scale: Sequence[int] | float | None = None, shift: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.scale = None if scale is None else nn.Parameter(torch.ones(tuple(scale)))
+        self.scale: float | nn.Parameter | None
+        if scale is None or isinstance(scale, float):
+            self.scale = scale
+        else:
+            self.scale = nn.Parameter(torch.ones(tuple(scale)))
         self.shift = None if shift is None else nn.Parameter(torch.zeros(tuple(shift)))
 
     def forward(self, x: Tensor) -> Tensor:

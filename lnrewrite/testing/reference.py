@@ -195,8 +195,8 @@ def _site(stream: Stream, block: Block | None, where: Where, norm: Norm | None, 
 def _consumers(stream: Stream, block: Block | None, where: Where) -> tuple[Linear, ...]:
     """Return the readers that a norm newly put here would have."""
     groups = sums(stream)
-    if where is Where.IN and block:
-        return block.readers
+    if where in (Where.IN, Where.INNER) and block:
+        return block.readers if where is Where.IN else block.writers
     if where is Where.FINAL and groups:
         return next((s.readers for _, s in reversed(trunk_norms(groups[-1]))), ())
     if where in (Where.POST, Where.EMBEDDING):

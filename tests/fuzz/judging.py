@@ -27,6 +27,7 @@ PIPELINES = {
     "constants": "propagate-constants",
     "embedding": "untie,fold-embedding-norm,merge-norms",
     "sizes": "place{to=pre keep-sizes}",
+    "layers": "scale-norms",
 }
 """Every exact pass alone, or behind what it needs, and every preset."""
 RIGHT = 1e-9

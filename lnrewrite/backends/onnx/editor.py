@@ -77,9 +77,13 @@ class OnnxEditor:
             return self.turned(result, norm.axis, f"{name}.back")
         return write_norm(self.graph, self.node, norm, x, self.vector, name)
 
-    def affine(self, x: ir.Value, scale: str | None, shift: str | None) -> ir.Value:
+    def affine(self, x: ir.Value, scale: str | float | None, shift: str | None) -> ir.Value:
         """Return a new scale * x + shift, either of which may be left out."""
         result = x
+        if isinstance(scale, float):
+            assert x.dtype is not None
+            by = constant(self.graph, self.unique(f"{x.name}.by"), np.array(scale, x.dtype.numpy()))
+            result, scale = self.node("Mul", [x, by], x, f"{x.name}.times"), None
         for operator, param in (("Mul", scale), ("Add", shift)):
             if param is not None:
                 inputs = [result, self.graph.initializers[param]]

@@ -68,11 +68,14 @@ class FxEditor:
         Piece.norm(name, norm, width, entry, {"weight": weight, "bias": bias}).record(end)
         return end
 
-    def affine(self, x: fx.Node, scale: str | None, shift: str | None) -> fx.Node:
+    def affine(self, x: fx.Node, scale: str | float | None, shift: str | None) -> fx.Node:
         """Return a new scale * x + shift, right behind `x`."""
         node = x
         with self.after(x):
-            if factor := self.vector(scale):
+            if isinstance(scale, float):
+                node = self.call(aten.mul.Tensor, (node, scale), x)
+                Piece.times(scale, x, node).record(node)
+            elif factor := self.vector(scale):
                 node = self.call(aten.mul.Tensor, (node, factor), x)
                 Piece.affine("scale", factor, node).record(node)
             if term := self.vector(shift):

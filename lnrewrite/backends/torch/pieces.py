@@ -50,6 +50,11 @@ class Piece:
         return cls(name, (("is", "affine"), (leaf, shape)), entry.name, _names({leaf: param}))
 
     @classmethod
+    def times(cls, by: float, x: fx.Node, entry: fx.Node) -> Self:
+        """Return the record of a factor that is one fixed number."""
+        return cls(f"{x.name}_times", (("is", "affine"), ("scale", by)), entry.name)
+
+    @classmethod
     def center(cls, x: fx.Node, axis: int, entry: fx.Node) -> Self:
         """Return the record of a subtracted mean."""
         return cls(f"{x.name}_center", (("is", "center"), *_axis(axis)), entry.name)
