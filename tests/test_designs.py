@@ -41,7 +41,8 @@ python -m pytest tests/test_designs.py -m exhaustive -n 0 --update-goldens
 """
 RIGHT = 1e-9
 PLACES = [f"place{{to={to}}}" for to in ("pre", "post", "peri", "output", "none")]
-TEXTS = {name: text for name, (_, text) in PRESETS.items()} | {text: text for text in PLACES}
+BEHIND = ("place{to=mix}", "norm-writers", "scale-norms")
+TEXTS = {name: text for name, (_, text) in PRESETS.items()} | {text: text for text in (*PLACES, *BEHIND)}
 SEEN = ("Derf", "SeeDNorm", "EvoNorm-S0", "NormFormer with ResScale")
 MADE = [
     ("Derf", PLACES[0]), ("SeeDNorm", "inference"), ("NormFormer with ResScale", PLACES[3]),
