@@ -15,6 +15,8 @@ from .figures import Massive, State
 
 MASSIVE, TIMES = 100.0, 1000.0
 """What makes an activation massive: its size, and by how many times it passes the median (arXiv 2402.17762)."""
+PIECE = 64
+"""How many tokens are measured at a time."""
 HELD = 1 << 27
 """How many bytes of one batch's states are held, to compare each with all before it; of larger ones fewer tokens."""
 
@@ -36,9 +38,15 @@ def state_nodes(stream: Stream) -> list[tuple[str, int]]:
 
 
 def tokens_of(value: Tensor, axis: int) -> Tensor:
-    """Return a value as rows [tokens, channels] in float64."""
+    """Return a value as rows [tokens, channels]."""
     rows = value.movedim(axis, -1)
-    return rows.reshape(-1, rows.shape[-1]).double()
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def pieces(rows: Tensor) -> Iterator[Tensor]:
+    """Yield rows some at a time, in float64: large intermediates come and go in every state, and memory falls apart."""
+    for piece in rows.split(PIECE):
+        yield piece.double()
 
 
 @dataclass
@@ -66,7 +74,7 @@ class Sizes:
 
     def add(self, rows: Tensor) -> None:
         """Add a batch's tokens [tokens, channels]."""
-        self.held.append(rows.square().mean(-1).sqrt().float())
+        self.held += [piece.square().mean(-1).sqrt().float() for piece in pieces(rows)]
 
     @property
     def tokens(self) -> Tensor:
@@ -122,11 +130,10 @@ class Meter:
             anchor = block.anchor
             if name == anchor.branch:
                 self.waiting[block.name] = rows
-            if name == anchor.total and (branch := self.waiting.pop(block.name, None)) is not None:
-                square = rows.square().sum(-1).clamp_min(torch.finfo(rows.dtype).tiny)
-                if branch.shape == rows.shape:
-                    along = (branch * rows).sum(-1, keepdim=True) / square[:, None]
-                    self.turning[block.name].append(((branch - along * rows).square().sum(-1) / square).sqrt().float())
+            branch = self.waiting.pop(block.name, None) if name == anchor.total else None
+            if branch is not None and branch.shape == rows.shape:
+                both = zip(pieces(branch), pieces(rows), strict=True)
+                self.turning[block.name] += [turned(part, total) for part, total in both]
 
     def _state(self, index: int, value: Tensor, axis: int) -> None:
         rows = tokens_of(value, axis)
@@ -134,11 +141,12 @@ class Meter:
             why = f"the state behind {self.after[index] or 'its source'} is NaN or infinite on this data"
             raise LnrewriteError(Code.LN026, self.stream.name, why, "run the model in float32, or check the data")
         self.states[index].add(rows)
-        squares = (rows - rows.mean(-1, keepdim=True)).square()
-        variance = squares.mean(-1)
-        apart = variance > 0
-        self.variance[index].add(variance)
-        self.kurtosis[index].add(squares.square().mean(-1)[apart] / variance[apart].square())
+        for piece in pieces(rows):
+            squares = (piece - piece.mean(-1, keepdim=True)).square()
+            variance = squares.mean(-1)
+            apart = variance > 0
+            self.variance[index].add(variance)
+            self.kurtosis[index].add(squares.square().mean(-1)[apart] / variance[apart].square())
         shape = tuple(value.movedim(axis, -1).shape[:-1])
         self.rows = shape[0] if len(shape) > 1 else 0
         self._largest(index, rows, shape)
@@ -154,17 +162,19 @@ class Meter:
             return
         median = float(sizes.flatten().kthvalue((sizes.numel() + 1) // 2).values)
         for channel in (largest > max(MASSIVE, TIMES * median)).nonzero().flatten().tolist():
-            value, token = float(rows[at[channel], channel]), list(_place(int(at[channel]), shape))
+            value, (first, *rest) = float(rows[at[channel], channel]), _place(int(at[channel]), shape)
+            token = (first + self.first * (len(shape) > 1), *rest)
             known = self.massive.get((index, channel))
             if known is None or abs(known.value) < abs(value):
                 ratio = abs(value) / median if median else None
-                self.massive[index, channel] = Massive(self.after[index], channel, value, ratio, tuple(token))
+                self.massive[index, channel] = Massive(self.after[index], channel, value, ratio, token)
 
     def _compare(self, index: int, rows: Tensor) -> None:
         """Keep the cosines between this state's tokens and those of each state before it."""
         limit = max(64, HELD // (8 * len(self.nodes) * rows.shape[-1]))
         if len(rows) > limit:
             rows = rows[torch.linspace(0, len(rows) - 1, limit).long()]
+        rows = rows.double()
         unit = rows / rows.norm(dim=-1, keepdim=True).clamp_min(1e-300)
         for earlier, other in self.held.items():
             if other.shape == unit.shape:
@@ -203,6 +213,13 @@ class Meter:
     def _angle(self, start: int, end: int) -> float | None:
         cosine = self.cosine(start, end)
         return None if cosine is None else math.acos(cosine) / math.pi
+
+
+def turned(branch: Tensor, total: Tensor) -> Tensor:
+    """Return the size of a branch's part across its sum, over the sum's, for each token [tokens, channels]."""
+    square = total.square().sum(-1, keepdim=True).clamp_min(torch.finfo(total.dtype).tiny)
+    across = branch - (branch * total).sum(-1, keepdim=True) / square * total
+    return (across.square().sum(-1) / square[:, 0]).sqrt().float()
 
 
 def value_nodes(block: Block) -> Iterator[tuple[str, int]]:

@@ -13,6 +13,7 @@ from ..api import load
 from ..data.batches import Data, check_data
 from ..errors import Code, LnrewriteError
 from ..ir import Block, Stream, sums
+from ..ir.summary import describe
 from ..models.program import Program
 from ..pipeline.feed import Feed
 from ..pipeline.protocols import Batch
@@ -115,7 +116,7 @@ class Prober:
             LOGGER.info("taking gradients")
             norms, said = gradient_norms(self.model, self.batches)
             what, notes = (said, notes) if norms else (None, [*notes, said])
-        shares = self.sinks.shares()
+        shares, model = self.sinks.shares(), self.model
         streams = tuple(self._stream(m, norms, shares) for m in self.meters)
         at = max(self.peaks, key=self.peaks.__getitem__)
         top = self.peaks[at]
@@ -130,7 +131,7 @@ class Prober:
             fp16=Headroom(top, FP16 / top if top else None, at),
             differentiated=what,
             notes=(*self.model.notes, *notes),
-            picture=self.model.inspect(),
+            picture=describe(model.network, model.format, model.is_ones, model.is_zeros, model.notes),
         )
 
     def _stream(self, meter: Meter, norms: Mapping[str, float], shares: Mapping[str, float]) -> StreamFigures:
