@@ -256,7 +256,7 @@ def figures(state: object) -> list[float]:
 
 
 class Attention(nn.Module):
-    """A pre-norm attention block, its kernel called in one of several ways."""
+    """A pre-norm attention block that is taken twice, with one mask; its kernel is called in one of several ways."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -284,9 +284,11 @@ class Attention(nn.Module):
         return (scores if self.way == "plain" else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        q, k, v = self.parts(x)
         allowed = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return self.block(self.block(self.inp(x), allowed), allowed)
+
+    def block(self, x: Tensor, allowed: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
         if self.way == "written":
             made = self.weights(x) @ v
         elif self.way in ("bool", "float"):
@@ -305,11 +307,15 @@ class Attention(nn.Module):
 def test_sinks_are_the_first_position_s_share(seed: int) -> None:
     net = Attention(seed).eval()
     torch.manual_seed(seed)
-    x = torch.randn(2, 6, 5)
-    (stream,) = lnr.probe(program_of(net, x), [(x,)]).streams
+    batches = [torch.randn(2, 6, 5) for _ in range(2)]
+    (stream,) = lnr.probe(program_of(net, batches[0]), [(x,) for x in batches]).streams
+    allowed = torch.ones(6, 6, dtype=torch.bool).tril()
     with torch.no_grad():
-        wanted = net.weights(net.inp(x))[..., 1:, 0].mean().item()
-    assert near(stream.blocks[0].sink, wanted), net.way
+        first = [net.inp(x) for x in batches]
+        second = [net.block(x, allowed) for x in first]
+        for block, states in zip(stream.blocks, (first, second), strict=True):
+            wanted = torch.stack([net.weights(x)[..., 1:, 0].mean() for x in states]).mean().item()
+            assert near(block.sink, wanted), net.way
 
 
 def test_nothing_of_a_batch_is_held() -> None:

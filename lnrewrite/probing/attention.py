@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -29,28 +30,32 @@ class Sinks:
                     self.weights[op.name] = block.name
                 elif op.kind == ATTENTION and op.name in nodes:
                     self.calls[op.name] = block.name, nodes[op.name]
-        self.inputs = {n.name for _, call in self.calls.values() for n in call.all_input_nodes}
+        self.reads = Counter(n.name for _, call in self.calls.values() for n in call.all_input_nodes)
+        self.left = Counter(self.reads)
 
     @property
     def wanted(self) -> list[str]:
         """Return the nodes whose values are to be shown."""
-        return [*self.weights, *self.calls, *self.inputs]
+        return [*self.weights, *self.calls, *self.reads]
 
     def see(self, name: str, value: Tensor) -> None:
         """Take a node's value."""
-        if name in self.inputs:
+        if name in self.reads:
             self.held[name] = value
         if name in self.weights:
             self._take(self.weights[name], value)
         elif name in self.calls:
             block, call = self.calls[name]
             self._take(block, attention_weights(call, self.held))
-            for node in call.all_input_nodes:
-                self.held.pop(node.name, None)
+            for node in call.all_input_nodes:  # a mask is read by all layers
+                self.left[node.name] -= 1
+                if not self.left[node.name]:
+                    self.held.pop(node.name, None)
 
     def end(self) -> None:
         """End a batch: nothing of it is held any longer."""
         self.held.clear()
+        self.left = Counter(self.reads)
 
     def shares(self) -> Mapping[str, float]:
         """Return the first position's share of each block's attention."""
