@@ -19,6 +19,7 @@ from commands import fails, ok
 from lnrewrite.probing.attention import Sinks
 from lnrewrite.probing.measuring import MASSIVE, TIMES, state_nodes
 from lnrewrite.probing.predicting import error
+from lnrewrite.probing.probe import largest
 from tiers import rows
 
 
@@ -153,12 +154,23 @@ def gradient_norm(net: Net, block: Block, batches: list[Tensor]) -> float:
 
 
 def test_parameters_are_as_they_were() -> None:
+    """Between two steps of somebody's training nothing is lost, and nothing of it is counted."""
     net = Net(0)
     program = program_of(net, net.inputs(0))
-    asked = {n: p.requires_grad for n, p in program.module().named_parameters()}
-    lnr.probe(program)
-    assert {n: p.requires_grad for n, p in program.module().named_parameters()} == asked
-    assert all(p.grad is None for p in program.module().parameters())
+    untouched = lnr.probe(program, [(net.inputs(1),)])
+    for k, parameter in enumerate(program.module().parameters()):
+        parameter.requires_grad_(k % 2 == 0)
+        parameter.grad = torch.full_like(parameter, 3.0) if k % 3 else None
+    assert lnr.probe(program, [(net.inputs(1),)]) == untouched
+    for k, parameter in enumerate(program.module().parameters()):
+        assert parameter.requires_grad == (k % 2 == 0)
+        assert bool((parameter.grad == 3.0).all()) if k % 3 else parameter.grad is None
+
+
+@pytest.mark.parametrize("mask", [-torch.inf, -3e38, torch.nan])
+def test_masks_are_no_activations(mask: float) -> None:
+    sizes = torch.tensor([[1.0, -5.0], [mask, 2.0]])
+    assert largest(sizes) == 5.0 and largest(sizes[:0]) == 0.0
 
 
 def plain(blocks: int = 3) -> Net:
@@ -215,6 +227,18 @@ def test_a_planted_massive_activation_is_found_where_it_was_put(seed: int) -> No
     for m in found.massive:
         row = np.ravel_multi_index(m.token, (6, 4))  # of both batches, one behind the other
         assert near(m.value, np.concatenate(states)[row, channel]) and abs(m.value - value) < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_models_in_half_precision_are_measured(dtype: torch.dtype) -> None:
+    net = plain()
+    with torch.no_grad():
+        net.sums[1][0].down.bias[3] = 2e4
+    x = net.inputs(0) * 1e-3
+    one, two = (lnr.probe(program_of(net.to(d), x.to(d)), [(x.to(d),)]) for d in (torch.float32, dtype))
+    assert [(m.after, m.channel) for m in two.massive] == [(m.after, m.channel) for m in one.massive] != []
+    for a, b in zip(one.streams[0].states, two.streams[0].states, strict=True):
+        assert all(abs(x - y) <= 0.05 * abs(x) + 1e-3 for x, y in zip(figures(a), figures(b), strict=True))
 
 
 @pytest.mark.parametrize("inside", [False, True])

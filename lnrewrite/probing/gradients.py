@@ -36,8 +36,10 @@ def gradient_norms(program: Program, batches: Sequence[Batch]) -> tuple[dict[str
     held = {b.name: own_parameters(program.graph, b) for b in program.network.blocks}
     norms: dict[str, list[float]] = {name: [] for name in held}
     known, what = dict(module.named_parameters(remove_duplicate=False)), ""
-    asked = {n: p.requires_grad for n, p in known.items()}
+    asked = {n: (p.requires_grad, p.grad) for n, p in known.items()}
     try:
+        for parameter in known.values():
+            parameter.grad = None
         for batch in batches[:BATCHES]:
             squares, what = _squares(program, batch, known)
             for name, own in held.items():
@@ -46,8 +48,8 @@ def gradient_norms(program: Program, batches: Sequence[Batch]) -> tuple[dict[str
         return {}, f"no gradients were taken: {str(fault).partition(chr(10))[0]}"
     finally:
         for name, parameter in known.items():
-            parameter.requires_grad_(asked[name])
-            parameter.grad = None
+            asks, parameter.grad = asked[name]
+            parameter.requires_grad_(asks)
     return {name: fmean(found) for name, found in norms.items() if held[name]}, what
 
 

@@ -154,7 +154,7 @@ class Meter:
 
     def _largest(self, index: int, rows: Tensor, shape: Sequence[int]) -> None:
         """Note the largest size of each channel, and what is massive."""
-        sizes = rows.abs()
+        sizes = rows.abs().float()
         largest, at = sizes.max(0)
         before = self.channels[index]
         self.channels[index] = largest if before is None else torch.maximum(before, largest)

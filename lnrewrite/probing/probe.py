@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FP16 = 65504.0
 PRODUCTS = {"linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "conv", "conv_transpose", "einsum", ATTENTION}
 """What multiplies in half precision: the numbers that these read and write are to fit into it."""
+MASK = 1e30
+"""A number of this size or more, or an infinity, hides a position: it is no activation."""
 MADE_UP = (
     "no data were given, so the figures rest on made-up inputs and may be far from what real ones give; "
     "give real ones with --data DATA (data=...)"
@@ -97,8 +99,8 @@ class Prober:
         for meter in self.meters:
             meter.see(name, value)
         self.sinks.see(name, value)
-        if name in self.products and value.numel():
-            self.peaks[name] = max(self.peaks.get(name, 0.0), float(value.abs().max()))
+        if name in self.products:
+            self.peaks[name] = max(self.peaks.get(name, 0.0), largest(value))
 
     def run(self, name: str, data: object, gradients: bool) -> Probe:
         """Run all batches and return the figures."""
@@ -167,3 +169,12 @@ class Prober:
                 continue
             sizes = (1.0, 1.0) if gain is None else (float((gain**2).mean() ** 0.5), float(abs(gain).max()))
             yield Gain(name, str(norm.kind), norm.eps, *sizes, 0.0 if bias is None else float((bias**2).mean() ** 0.5))
+
+
+def largest(value: Tensor) -> float:
+    """Return the size of a value's largest number, masks left out; 0 of none."""
+    sizes = value.abs()
+    top = float(sizes.max()) if value.numel() else 0.0
+    if top < MASK:
+        return top
+    return float(torch.where(sizes < MASK, sizes, 0).max())
