@@ -66,6 +66,8 @@ class Net(nn.Module):
         self.width = width
         self.inp = nn.Linear(5, width) if self.axis == -1 else nn.Conv2d(5, width, 1)
         placements = [draw.choice(["pre", "peri", "output", "post", "none"]) for _ in range(draw.randint(1, 4))]
+        if placements[-1] == "post" and set(placements) != {"post"}:
+            placements.append("pre")  # else it reads as well as a final norm behind a sum without one
         sums = []
         for placement in placements:
             many = 2 if placement in ("pre", "peri") and draw.random() < 0.3 else 1
