@@ -37,6 +37,7 @@ def test_a_conversion_shows_as_what_it_is(to: str) -> None:
     assert [p.placement for p in found.probes] == ["pre", to] and found.drift is not None
     assert all(a and b and (a.placement, b.placement) == ("pre", to) for a, b in found.rows())
     assert found.to_dict()["blocks"][0]["placement"] == ["pre", to] and f"pre -> {to}" in str(found)
+    assert str(found).count("made-up inputs") == 1
 
 
 def test_blocks_that_one_model_lacks_are_told() -> None:
@@ -67,7 +68,6 @@ def test_the_command(tmp_path: Path) -> None:
     "command", [["convert", "--to", "peri", "--fit", "constants"], ["opt", "--passes", "fold-affine"]]
 )
 def test_a_page_shows_before_and_after(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     name, *rest = command
     row = json.loads(ok(name, "demo:tinygpt", *rest, "-o", "made.pt2", "--report", "page.html", "--json").stdout)
@@ -78,7 +78,6 @@ def test_a_page_shows_before_and_after(command: list[str], tmp_path: Path, monke
 
 
 def test_heal_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(bytes(k * k % 251 for k in range(40_000)))
     ok("convert", "demo:tinygpt", "--to", "peri", "--fit", "constants", "-o", "peri.pt2")

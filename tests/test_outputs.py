@@ -449,9 +449,7 @@ def test_numbers_of_passes(name: str) -> None:
                 (made,) = parse(f"{name}{{{option.replace('_', '-')}={value}}}")
                 if option != "blocks":
                     pytest.fail(value)
-                select(
-                    blocks_of(12), getattr(made, option)
-                )  # any text may name blocks, until a model says which it has
+                select(blocks_of(12), getattr(made, option))  # any text names blocks, until a model says which it has
 
 
 def blocks_of(count: int) -> Any:

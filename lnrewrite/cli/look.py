@@ -6,13 +6,12 @@ from pathlib import Path
 
 import click
 
-from ..errors import Code, LnrewriteError, Refusal
 from ..files.landing import write_text_whole
-from ..files.output import PAGES, PICTURES
+from ..files.output import PICTURES
 from ..loading.identify import identify
 from ..loading.source import OpenOptions
 from ..quiet import LOGGER
-from .options import Screen, options, page_of
+from .options import Screen, charts_of, options, page_of
 
 FORCED = click.option("--force", is_flag=True, help="Overwrite OUT.")
 
@@ -42,14 +41,9 @@ def inspect(model: str, hosts: bool, output: str | None, force: bool, how: OpenO
         if hosts:
             found["hosts"] = [fit.to_dict() for fit in fits]
     if not any(stream["blocks"] for stream in found["streams"]):
-        nothing = Refusal(
-            Code.LN201,
-            "model",
-            "no residual block was found",
-            "give the part of the model that holds the residual blocks",
-        )
-        first = next(iter(program.certified.refusals), nothing)
-        raise LnrewriteError.of(first.at(f"{model}: {first.site}"))
+        from ..detect.misses import none_found
+
+        raise none_found(model, program.certified.refusals)
     shown = host_table if hosts else lambda row: placement_map(row, screen.verbose)
     if target is not None:
         from ..pictures.drawing import stream_svg
@@ -68,11 +62,7 @@ def inspect(model: str, hosts: bool, output: str | None, force: bool, how: OpenO
 @options(model=True)
 def probe(model: str, data: str | None, output: str | None, force: bool, how: OpenOptions, screen: Screen) -> None:
     """Show what the residual streams hold on data: sizes, outliers, influence and gradients by depth."""
-    source, target = identify(model, how), page_of(output, force, PAGES)
-    if target is not None:
-        from ..pictures.charts import need_charts
-
-        need_charts(str(target))
+    source, target = identify(model, how), charts_of(output, force)
     with screen.working(f"capturing {model}"):
         from ..api import load_source
         from ..data.batches import check_data
@@ -99,11 +89,7 @@ def diff(
     first: str, second: str, data: str | None, output: str | None, force: bool, how: OpenOptions, screen: Screen
 ) -> None:
     """Show two models side by side: placements, norms, sizes, figures on the same data, and how far they are apart."""
-    sources, target = [identify(model, how) for model in (first, second)], page_of(output, force, PAGES)
-    if target is not None:
-        from ..pictures.charts import need_charts
-
-        need_charts(str(target))
+    sources, target = [identify(model, how) for model in (first, second)], charts_of(output, force)
     with screen.working(f"capturing {first}"):
         from ..api import load_source
         from ..data.batches import check_data

@@ -108,6 +108,18 @@ def page_of(output: str | None, force: bool, suffixes: Sequence[str]) -> Path | 
     return None if output is None else check_output(output_named(output, suffixes[0], suffixes), force)
 
 
+def charts_of(output: str | None, force: bool) -> Path | None:
+    """Return the page with charts to write, as `page_of`. Raises LN018 where nothing draws them, before any work."""
+    from ..files.output import PAGES
+
+    target = page_of(output, force, PAGES)
+    if target is not None:
+        from ..pictures.charts import need_charts
+
+        need_charts(str(target))
+    return target
+
+
 def tell_name(output: str | None, written: str | Path | None) -> None:
     """Print under which name OUT was written where that is not the name that was given."""
     if written is not None and output is not None and Path(output) != Path(written):

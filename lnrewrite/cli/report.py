@@ -11,24 +11,20 @@ from ..errors import Code, UsageError
 from ..loading.identify import identify
 from ..loading.source import OpenOptions
 from ..quiet import LOGGER
-from .options import page_of
+from .options import charts_of
 
 REPORT = click.option("--report", "page", metavar="FILE.html", help="Write a page too: before and after, on DATA.")
 
 
 def report_of(page: str | None, output: str | None, force: bool, data: str | None) -> Path | None:
     """Return the page to write, None where none is asked for: what hinders it is told before any work."""
-    from ..files.output import PAGES
-
-    target = page_of(page, force, PAGES)
+    target = charts_of(page, force)
     if target is None:
         return None
     from ..data.batches import READ
-    from ..pictures.charts import need_charts
 
     if output is None:
         raise UsageError(Code.LN003, "--report with --dry-run", "there is nothing after it", "omit one of the two")
-    need_charts(str(target))
     if data is not None and ":" not in data and Path(data).suffix not in READ:
         why = f"figures are taken on {', '.join(READ)}, and this is {data}"
         raise UsageError(Code.LN003, "--report", why, "make the page with lnrewrite diff, on such data")

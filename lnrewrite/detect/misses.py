@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from ..errors import Code, Refusal
+from ..errors import Code, LnrewriteError, Refusal
 from .graph import CASTS, SHAPE, OpGraph
 from .joins import carries_features, is_sublayer
+
+REMEDY = "give the part of the model that holds the residual blocks"
+
+
+def none_found(name: str, refusals: Iterable[Refusal]) -> LnrewriteError:
+    """Return the error for a model, called `name`, in which no residual block was found: the first of what hindered."""
+    nothing = Refusal(Code.LN201, "model", "no residual block was found", REMEDY)
+    first = next(iter(refusals), nothing)
+    return LnrewriteError.of(first.at(f"{name}: {first.site}"))
 
 
 def nearest_miss(graph: OpGraph) -> Refusal:
@@ -27,8 +36,7 @@ def nearest_miss(graph: OpGraph) -> Refusal:
         why = f"{attended} reads earlier outputs by a softmax over them (attention residuals, arXiv 2603.15031)"
         return Refusal(Code.LN203, attended, why)
     why = "no add joins a value with something that weights compute from it"
-    remedy = "give the part of the model that holds the residual blocks"
-    return Refusal(Code.LN201, "model", why, remedy)
+    return Refusal(Code.LN201, "model", why, REMEDY)
 
 
 def _carried(graph: OpGraph, name: str) -> Iterator[tuple[str, frozenset[str]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from .charts import Level, Line, lines_svg, map_svg
@@ -112,13 +113,7 @@ def _conversions(held: Sequence[Labeled], key: str) -> Iterator[View]:
 
 def places(stream: StreamFigures) -> list[int]:
     """Return for each state the number of the block behind which it stands; -1 for the source."""
-    found, at = [], -1
-    names = [block.name for block in stream.blocks]
-    for state in stream.states:
-        if state.after is not None:
-            at = names.index(state.after, at + 1) if state.after in names[at + 1 :] else at + 1
-        found.append(at)
-    return found
+    return [many - 1 for many in accumulate(len(blocks) for _, blocks in stream.steps())]
 
 
 def _any(lines: Sequence[Line]) -> bool:

@@ -7,19 +7,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ..api import load
+from ..comparison.verifying import drift
 from ..errors import LnrewriteError, visible
+from ..ir.folding import shortened
 from ..layout import aligned, wrapped
 from ..models.program import Program
 from ..pipeline.protocols import Batch
 from ..pipeline.results import Drift, Json
 from ..quiet import LOGGER
 from .figures import BlockFigures, Probe, State
-from .probe import batches_of, probe
+from .probe import MADE_UP, batches_of, data_name, probe
 
 if TYPE_CHECKING:
     from ..models.onnx_program import OnnxProgram
@@ -100,7 +102,7 @@ def diff(
     *,
     seed: int = 0,
     names: tuple[str, str] | None = None,
-    **how: object,
+    **how: Any,
 ) -> Difference:
     """Probe two models on the same data, in any two formats, and return them side by side: see `Difference`.
 
@@ -108,28 +110,29 @@ def diff(
     makes inputs up for the first. names: what reports call the two. how: as `load` takes it. Raises as `probe`, and
     LnrewriteError LN022 where the second takes other inputs.
     """
-    held = [load(m, seed=seed, **how) if isinstance(m, (str, os.PathLike)) else m for m in (a, b)]  # type: ignore[arg-type]
+    held = [load(m, seed=seed, **how) if isinstance(m, (str, os.PathLike)) else m for m in (a, b)]
     given = [
         os.fspath(m) if isinstance(m, (str, os.PathLike)) else n
         for m, n in zip((a, b), ("first", "second"), strict=True)
     ]
     called = names or (given[0], given[1])
     batches = batches_of(held[0], data, seed)
-    told = "synthetic" if data is None else data if isinstance(data, str) else "given"
+    on, unsure = data_name(data), () if data is not None else (MADE_UP,)
     figures = []
     for program, name in zip(held, called, strict=True):
         LOGGER.info(f"probing {name}")
-        figures.append(replace(probe(program, batches, name=name), data=told))
-    found, why = _drift(held, batches, told)
+        figures.append(replace(found := probe(program, batches, name=name), data=on, notes=(*found.notes, *unsure)))
+    apart, why = _drift(held, batches, on)
     counts = [_count(program) for program in held]
     norms = [_norms(program) for program in held]
-    return Difference((figures[0], figures[1]), (norms[0], norms[1]), (counts[0], counts[1]), found, why)
+    return Difference((figures[0], figures[1]), (norms[0], norms[1]), (counts[0], counts[1]), apart, why)
 
 
 def _drift(held: Sequence[Program | OnnxProgram], batches: Sequence[Batch], data: str) -> tuple[Drift | None, str]:
     try:
         with torch.no_grad():
-            return replace(held[0].drift(held[1], batches, True), held_out=None, data=data), ""  # type: ignore[arg-type]
+            found = drift(held[0].module(), held[1].module(), batches, True)
+            return replace(found, held_out=None, data=data), ""
     except (LnrewriteError, ValueError, RuntimeError) as fault:
         return None, f"their outputs cannot be compared: {str(fault).partition(chr(10))[0]}"
 
@@ -187,7 +190,7 @@ def _cells(found: Difference) -> Iterator[tuple[str, ...]]:
         norms = _each(pair, lambda b, side: found.norms[side][b.name] or "none")
         differ = len(set(placements)) == 1 and len(set(norms)) > 1
         yield (
-            name if len(name) <= _NAME else f"…{name[1 - _NAME :]}",
+            shortened(name, _NAME),
             _words(placements),
             _words(norms) if differ else "",
             _pair(_each(pair, lambda b, _: b.branch_ratio)),
@@ -198,16 +201,7 @@ def _cells(found: Difference) -> Iterator[tuple[str, ...]]:
 
 def _behind(found: Probe) -> dict[str, State]:
     """Return the state behind each block by its name: that of its sum."""
-    held: dict[str, State] = {}
-    for stream in found.streams:
-        states = {s.after: s for s in stream.states}
-        waiting: list[str] = []
-        for block in stream.blocks:
-            waiting.append(block.name)
-            if block.name in states:
-                held.update(dict.fromkeys(waiting, states[block.name]))
-                waiting = []
-    return held
+    return {b.name: state for stream in found.streams for state, blocks in stream.steps() for b in blocks}
 
 
 def _words(pair: Sequence[str | None]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
 
@@ -77,6 +77,17 @@ class StreamFigures:
     blocks: tuple[BlockFigures, ...]
     angular_distance: tuple[tuple[float | None, ...], ...]
     gains: tuple[Gain, ...] = ()
+
+    def steps(self) -> Iterator[tuple[State, tuple[BlockFigures, ...]]]:
+        """Yield each state and the blocks of the sum that made it; none for the source."""
+        rest = iter(self.blocks)
+        for state in self.states:
+            made: list[BlockFigures] = []
+            for block in rest if state.after is not None else ():
+                made.append(block)
+                if block.name == state.after:
+                    break
+            yield state, tuple(made)
 
 
 @dataclass(frozen=True, slots=True)

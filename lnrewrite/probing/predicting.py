@@ -26,13 +26,14 @@ NORMS = {
 """Which norms a block has in each placement: i, in; o, out; t, on the trunk."""
 
 
-def expected(meter: Meter, index: int, block: Block) -> dict[str, float]:
+def expected(meter: Meter, index: int, block: Block, grown: Tensor | None) -> dict[str, float]:
     """Return, for every placement but its own, how far converting a block is expected to turn its state.
 
     In radians, root mean square over tokens; nothing where it is unknown. index: the number of its sum in its stream.
+    grown: `growth` at that sum.
     """
     here, turning = NORMS.get(block.placement), meter.turning[block.name]
-    out, grown = block.at(Where.OUT), growth(meter, index)
+    out = block.at(Where.OUT)
     nodes = block.anchor.branch, out.origin[0] if out else block.anchor.branch
     values = [meter.states[index].tokens, *(meter.values[n][0].tokens for n in nodes)]
     if here is None or grown is None or not turning or len({len(v) for v in (*values, grown, torch.cat(turning))}) > 1:
@@ -49,16 +50,20 @@ def expected(meter: Meter, index: int, block: Block) -> dict[str, float]:
     return found
 
 
-def growth(meter: Meter, index: int) -> Tensor | None:
-    """Return by how much each token's state would be larger without the trunk norms before a sum; None if unknown."""
-    by = torch.ones_like(meter.states[0].tokens)
-    for k, group in enumerate(sums(meter.stream)[:index]):
-        if group[-1].at(Where.POST):
-            total, state = meter.values[group[-1].anchor.total][0].tokens, meter.states[k + 1].tokens
-            if len(total) != len(by):
-                return None
-            by = by * total / state.clamp_min(torch.finfo(state.dtype).tiny)
-    return by
+def growth(meter: Meter) -> list[Tensor | None]:
+    """Return, for each sum, by how much each token's state would be larger without the trunk norms before it.
+
+    None where that is unknown: behind a sum of other tokens than the source's.
+    """
+    by: Tensor | None = torch.ones_like(meter.states[0].tokens)
+    found = []
+    for k, group in enumerate(sums(meter.stream), 1):
+        found.append(by)
+        if by is not None and group[-1].at(Where.POST):
+            total, state = meter.values[group[-1].anchor.total][0].tokens, meter.states[k].tokens
+            grown = total / state.clamp_min(torch.finfo(state.dtype).tiny)
+            by = by * grown if len(grown) == len(by) else None
+    return found
 
 
 def error(share: Tensor, added: Tensor, read: Tensor) -> float:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..api import load
 from ..data.batches import Data, check_data
-from ..errors import Code, LnrewriteError
+from ..detect.misses import none_found
+from ..errors import LnrewriteError
 from ..ir import Block, Stream, sums
 from ..ir.summary import describe
 from ..models.program import Program
@@ -22,7 +23,7 @@ from .attention import ATTENTION, Sinks
 from .figures import BlockFigures, Gain, Headroom, Probe, StreamFigures
 from .gradients import gradient_norms
 from .measuring import Meter
-from .predicting import expected
+from .predicting import expected, growth
 
 if TYPE_CHECKING:
     from ..models.onnx_program import OnnxProgram
@@ -45,7 +46,7 @@ def probe(
     seed: int = 0,
     gradients: bool = True,
     name: str | None = None,
-    **how: object,
+    **how: Any,
 ) -> Probe:
     """Run a model on data and return the figures of its streams by depth: see `Probe`.
 
@@ -56,10 +57,9 @@ def probe(
     """
     if isinstance(model, (str, os.PathLike)):
         name = name or os.fspath(model)
-        model = load(model, seed=seed, **how)  # type: ignore[arg-type]
+        model = load(model, seed=seed, **how)
     if not model.network.blocks:
-        remedy = "give the part of the model that holds the residual blocks"
-        raise LnrewriteError(Code.LN201, name or "model", "no residual block was found", remedy)
+        raise none_found(name or "model", model.certified.refusals)
     return Prober(model, batches_of(model, data, seed)).run(name or "model", data, gradients)
 
 
@@ -126,7 +126,7 @@ class Prober:
             model=name,
             format=self.model.format,
             placement=self.model.network.placement,
-            data="synthetic" if data is None else data if isinstance(data, str) else "given",
+            data=data_name(data),
             tokens=max(len(m.states[0].tokens) for m in self.meters),
             streams=streams,
             massive=tuple(massive for m in self.meters for massive in m.massive.values()),
@@ -138,13 +138,20 @@ class Prober:
 
     def _stream(self, meter: Meter, norms: Mapping[str, float], shares: Mapping[str, float]) -> StreamFigures:
         stream = meter.stream
-        blocks = [self._block(meter, i, b, norms, shares) for i, group in enumerate(sums(stream)) for b in group]
+        grown = growth(meter)
+        blocks = [self._block(meter, i, b, norms, shares, grown) for i, group in enumerate(sums(stream)) for b in group]
         width = stream.width or int(meter.channels[0].numel() if meter.channels[0] is not None else 0)
         distances, gains = meter.distances(), tuple(self._gains(stream))
         return StreamFigures(stream.name, width, meter.figures(), tuple(blocks), distances, gains)
 
     def _block(
-        self, meter: Meter, index: int, block: Block, norms: Mapping[str, float], shares: Mapping[str, float]
+        self,
+        meter: Meter,
+        index: int,
+        block: Block,
+        norms: Mapping[str, float],
+        shares: Mapping[str, float],
+        grown: Sequence[Tensor | None],
     ) -> BlockFigures:
         branch, before = meter.values[block.anchor.branch][0].whole, meter.states[index].whole
         cosine = meter.cosine(index, index + 1)
@@ -156,7 +163,7 @@ class Prober:
             influence=None if cosine is None else 1 - cosine,
             gradient_norm=norms.get(block.name),
             sink=shares.get(block.name),
-            expected_error=expected(meter, index, block),
+            expected_error=expected(meter, index, block, grown[index]),
         )
 
     def _gains(self, stream: Stream) -> Iterable[Gain]:
@@ -169,6 +176,11 @@ class Prober:
                 continue
             sizes = (1.0, 1.0) if gain is None else (float((gain**2).mean() ** 0.5), float(abs(gain).max()))
             yield Gain(name, str(norm.kind), norm.eps, *sizes, 0.0 if bias is None else float((bias**2).mean() ** 0.5))
+
+
+def data_name(data: object) -> str:
+    """Return what figures call the data they were taken on: its file's name where it has one."""
+    return "synthetic" if data is None else data if isinstance(data, str) else "given"
 
 
 def largest(value: Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..ir.folding import shortened
 from ..layout import aligned, wrapped
 from .figures import Probe, StreamFigures
 
@@ -29,18 +30,14 @@ def told(probe: Probe) -> str:
 
 def _rows(stream: StreamFigures) -> Iterator[tuple[str, ...]]:
     """Yield a row for each state, and before it one for each further block of its sum."""
-    blocks = list(stream.blocks)
-    for state in stream.states:
+    for state, blocks in stream.steps():
         figures = [_figure(v) for v in (state.rms, state.variance, state.size_cv, state.kurtosis, state.max_abs)]
-        if state.after is None:
+        if not blocks:
             yield "(source)", *figures, "", "", "", ""
-        while state.after is not None:
-            block = blocks.pop(0)
+        for block in blocks:
             rest = (block.branch_ratio, block.influence, block.gradient_norm, block.sink)
-            last = block.name == state.after
-            yield _shortened(block.name), *(figures if last else [""] * 5), *map(_figure, rest)
-            if last:
-                break
+            held = figures if block is blocks[-1] else [""] * 5
+            yield shortened(block.name, _NAME), *held, *map(_figure, rest)
 
 
 def _range(probe: Probe) -> Iterator[str]:
@@ -72,7 +69,3 @@ def _massive(probe: Probe) -> Iterator[str]:
 
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
