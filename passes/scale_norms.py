@@ -59,8 +59,8 @@ class ScaleNorms(Pass):
             in     rms(eps=1e-06 gamma=@g1) -> @u1:1
             writes @d1:0
 
-    Refuses norms of other kinds (LN111), gains that are computed (LN105), and norms that something outside of their
-    branch reads too (LN101). Source: Sun et al., The Curse of Depth (arXiv 2502.05795).
+    Refuses norms of other kinds or over another axis than the last (LN111), gains that are computed (LN105), and norms
+    that something outside of their branch reads too (LN101). Source: Sun et al., The Curse of Depth (arXiv 2502.05795).
     """
 
     name: ClassVar[str] = "scale-norms"
@@ -96,6 +96,9 @@ def _refusal(stream: Stream, block: Block, held: list[Site]) -> Refusal | None:
         one = "a norm of a norm" if site.norm.over else f"a {site.norm.kind} norm"
         what = "several norms" if len(held) > 1 else one
         return Refusal(Code.LN111, block.name, f"its branch starts with {what}")
+    if site.norm.axis != -1:
+        why = f"its norm is over axis {site.norm.axis}, where its factor would not be seen again"
+        return Refusal(Code.LN111, block.name, why)
     if site.norm.computed:
         return Refusal(Code.LN105, block.name, "the gain of its norm is computed", "store the gain as a parameter")
     sharing = [b for b in stream.blocks if site in b.sites]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,19 @@ def test_a_run_that_was_left_is_told_before_a_model_is_looked_at(
     assert [p.name for p in run.glob("global-*")] == ["global-000002"]
     again = lnr.heal(*pair, text, **HOW | {"steps": 2}, control=False, run=run, restart=True)  # other options, too
     assert again.report.tokens == 2 * 2 * 16 and not list(run.glob("global-*"))
+
+
+def test_a_line_that_a_stop_cut_takes_no_other_line_with_it(
+    pair: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even that of the first step after it: the log still reads when the run has ended."""
+    how, run = HOW | {"save_steps": 1}, tmp_path / "run"
+    whole = lnr.heal(*pair, text, **how, control=False)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        killed_at(patched, "global", 4)
+        lnr.heal(*pair, text, **how, control=False, run=run)
+    log = run / "log.jsonl"
+    log.write_bytes(log.read_bytes()[:-9])
+    assert same(whole, lnr.heal(*pair, text, **how, control=False, run=run, resume=True))
+    held = [json.loads(line)["step"] for line in log.read_text().splitlines() if line.endswith("}")]
+    assert held == [0, 1, 2, 4, 5]  # of step 3, a part

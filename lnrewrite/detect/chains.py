@@ -101,8 +101,9 @@ def _post_norms(view: NormedGraph, chain: Sequence[Sum]) -> list[NormMatch | Non
     if last is None:
         return [*found, None]
     if found:
-        kinds = [one.branches[0].kind for one in chain]
-        post = found[_sibling(kinds, [f is not None for f in found])] is not None
+        first = [one.branches[0] for one in chain]
+        shapes = [(bool(branch.entries), branch.kind) for branch in first]
+        post = found[_sibling(shapes, [f is not None for f in found])] is not None
     else:
         branch = chain[-1].branches[0]
         at_ends = bool(branch.entries) or branch.exit is not None
@@ -110,18 +111,20 @@ def _post_norms(view: NormedGraph, chain: Sequence[Sum]) -> list[NormMatch | Non
     return [*found, last if post else None]
 
 
-def _sibling(kinds: list[str], posts: list[bool]) -> int:
-    """Return which sum is most like the last: of its kind, with the longest like history, and then the nearest.
+def _sibling(shapes: list[tuple[bool, str]], posts: list[bool]) -> int:
+    """Return which sum is most like the last: normed or not before its branch, of its kind, and of its history.
 
-    `posts` says of every sum but the last whether a trunk norm follows it.
+    `shapes` says of every sum whether its branch reads a norm, and its kind; `posts` of every sum but the last whether
+    a trunk norm follows it. The longest like history counts, and among equals the nearest.
     """
-    last, before = len(kinds) - 1, list(zip(kinds, posts, strict=False))
+    last, before = len(shapes) - 1, list(zip(shapes, posts, strict=False))
 
-    def likeness(i: int) -> tuple[bool, int, int]:
+    def likeness(i: int) -> tuple[bool, bool, int, int]:
         history = 0
         while history < i and before[i - 1 - history] == before[last - 1 - history]:
             history += 1
-        return kinds[i] == kinds[last], history, i
+        normed, kind = shapes[i]
+        return normed == shapes[last][0], kind == shapes[last][1], history, i
 
     return max(range(last), key=likeness)
 

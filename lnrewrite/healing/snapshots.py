@@ -55,6 +55,8 @@ class Snapshots:
             self._clear()
             (folder / "log.jsonl").unlink(missing_ok=True)
             write_text_whole(folder / "run.json", text, force=restart)
+        elif world.first:
+            self._end_line()
         world.wait()
 
     def save(self, phase: str, step: int, view: nn.Module, optimizer: Optimizer) -> None:
@@ -103,16 +105,25 @@ class Snapshots:
         return step
 
     def log(self, row: Json) -> None:
-        """Append one line of JSON."""
+        """Append one line of JSON. Raises LnrewriteError LN025 where there is no room."""
         if self.world.first:
-            try:
-                with (self.folder / "log.jsonl").open("a") as stream:
-                    stream.write(json.dumps(row) + "\n")
-            except OSError as error:
-                why = f"the log cannot be written: {error.strerror}"
-                raise LnrewriteError(
-                    Code.LN025, str(self.folder), why, "free some space, then continue with --resume"
-                ) from error
+            self._append(json.dumps(row) + "\n")
+
+    def _end_line(self) -> None:
+        """End the log's last line where a stop cut it: what is appended stands in lines of its own."""
+        path = self.folder / "log.jsonl"
+        if os.path.lexists(path) and (held := path.read_bytes()) and not held.endswith(b"\n"):
+            self._append("\n")
+
+    def _append(self, text: str) -> None:
+        try:
+            with (self.folder / "log.jsonl").open("a") as stream:
+                stream.write(text)
+        except OSError as error:
+            why = f"the log cannot be written: {error.strerror}"
+            raise LnrewriteError(
+                Code.LN025, str(self.folder), why, "free some space, then continue with --resume"
+            ) from error
 
     def rows(self) -> list[Json]:
         """Return the log, of steps that ran again after a stop the last line each. Raises LnrewriteError LN605."""
@@ -164,7 +175,7 @@ class Snapshots:
             )
             raise LnrewriteError(Code.LN605, str(self.folder), why, remedy) from error
         except OSError:  # a file system without locks
-            pass
+            self._end_line()
         return lock
 
 
