@@ -22,6 +22,7 @@ from lnrewrite.backends.rewriter import Rewriter
 from lnrewrite.backends.torch import ops as aten
 from lnrewrite.ir import Proposal, Stream
 from lnrewrite.models.onnx_program import OnnxProgram
+from lnrewrite.pipeline.results import Gap
 from lnrewrite.pipeline.sounding import sound
 from tiers import rows
 from zoo import strangers
@@ -188,6 +189,16 @@ def test_what_rounding_does_is_no_fault(dtype: torch.dtype) -> None:
     program = lnr.capture(module.to(dtype), kwargs=inputs)
     result = lnr.Pipeline.preset("exact").run(program)
     assert result.report.edits and not result.report.refusals
+    error = result.report.exact_error
+    assert error is not None and 0 < error < 100 * torch.finfo(dtype).eps
+    assert f"proved     largest error {error:.2g} of the largest output" in str(result.report)
+
+
+def test_what_was_not_run_against_the_model_shows_no_error() -> None:
+    program = lnr.capture(zoo.build("pre")[0], kwargs=zoo.build("pre")[1])
+    exact, none = lnr.Pipeline.preset("exact"), lnr.Pipeline.parse("place{to=none fit=constants}")
+    for result in (exact.run(program, verify=False), none.run(program), exact.run(exact.run(program).program)):
+        assert result.report.exact_error is None and "proved" not in str(result.report)
 
 
 def test_a_model_that_draws_random_numbers_is_proved_on_the_same_ones() -> None:
@@ -249,9 +260,9 @@ class Sum:
             raise ValueError("no such place")
         return replace(self, held=held), len(held)
 
-    def away(self, evidence: Any) -> float:
+    def away(self, evidence: Any) -> Gap:
         part = self.held & self.together
-        return float(bool(self.held & self.wrong) or bool(part) and part != self.together)
+        return Gap(float(bool(self.held & self.wrong) or bool(part) and part != self.together))
 
 
 @pytest.mark.parametrize(

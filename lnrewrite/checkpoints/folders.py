@@ -39,6 +39,7 @@ from ..loading.source import Source
 from ..models.program import Program, check_values
 from ..pipeline.job import Job
 from ..pipeline.report import Report
+from ..pipeline.results import Gap
 from ..quiet import LOGGER
 from .shards import Stored
 from .stored import Store, StoredEditor
@@ -59,8 +60,8 @@ class StoredProgram(Program):
         given = _drawn(self.example_inputs(), self.id_limits(), seed)
         return evidence(self.module(), [given], self.read)
 
-    def away(self, evidence: Evidence) -> float:
-        """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
+    def away(self, evidence: Evidence) -> Gap:
+        """Return how far this program's outputs are from another's evidence."""
         return away(self.module(), evidence, self.read)
 
     def _worked_out(self, name: str) -> Floats:

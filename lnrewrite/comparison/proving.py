@@ -21,6 +21,7 @@ from ..backends.torch.module import CapturedModule
 from ..backends.torch.widened import Read, Widened
 from ..compat.torch import tensors_in
 from ..pipeline.protocols import Batch
+from ..pipeline.results import Gap
 
 FLOORS = {torch.float64: 1e-11}
 """The relative difference that needs no explanation, by the dtype of the weights."""
@@ -62,26 +63,22 @@ def gathered(run: Callable[[Batch], Outputs], batches: Iterable[Batch], wide: bo
     return Evidence(tuple(b for b, _ in found), tuple(o for _, o in found), wide) if found else None
 
 
-def away(module: CapturedModule, wanted: Evidence, read: Read | None = None) -> float:
-    """Return how far a module's outputs are from the evidence, relative to the largest; infinite where none are given.
-
-    0 where the difference is explained by the rounding of the weights as they are stored.
-    """
+def away(module: CapturedModule, wanted: Evidence, read: Read | None = None) -> Gap:
+    """Return how far a module's outputs are from the evidence; infinitely far where it gives none."""
     try:
         found = [_run(module, batch, wanted.wide, read=read) for batch in wanted.batches]
     except Exception:  # what does not run computes nothing
-        return math.inf
+        return Gap(math.inf)
     error = apart(wanted.outputs, found)
     if error <= max((FLOORS.get(p.dtype, FLOOR) for p in module.parameters()), default=FLOOR):
-        return 0.0
+        return Gap(error, rounding=True)
     moved = _run(module, wanted.batches[-1], wanted.wide, True, read)
-    noise = apart(found[-1:], [moved])
-    return unexplained(error, noise)
+    return judged(error, apart(found[-1:], [moved]))
 
 
-def unexplained(error: float, noise: float) -> float:
-    """Return an error, or 0 where the rounding of the weights, which gives `noise`, explains it."""
-    return 0.0 if math.isfinite(noise) and error <= SPREAD * noise else error
+def judged(error: float, noise: float) -> Gap:
+    """Return a gap of outputs that the rounding of the weights moves by `noise`."""
+    return Gap(error, rounding=math.isfinite(noise) and error <= SPREAD * noise)
 
 
 def _run(module: CapturedModule, batch: Batch, wide: bool, jitter: bool = False, read: Read | None = None) -> Outputs:

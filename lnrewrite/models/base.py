@@ -23,7 +23,7 @@ from ..ir.summary import Picture, describe
 from ..pipeline.certifying import certify
 from ..pipeline.protocols import Batch, Samples
 from ..pipeline.report import Fitted
-from ..pipeline.results import Drift, Json
+from ..pipeline.results import Drift, Gap, Json
 from ..pipeline.sounding import Edits
 from . import calibration
 
@@ -164,8 +164,8 @@ class GraphModel(Exportable, Generic[StoredT]):
         """Carry edits out on a copy and return it with their number; `consume` may use this program up instead."""
 
     @abstractmethod
-    def away(self, evidence: Evidence) -> float:
-        """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
+    def away(self, evidence: Evidence) -> Gap:
+        """Return how far this program's outputs are from another's evidence."""
 
     @property
     def stream(self) -> Picture:

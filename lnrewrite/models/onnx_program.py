@@ -27,7 +27,7 @@ from ..backends.onnx.norms import RMS
 from ..backends.onnx.session import OnnxModule, load, runnable, worked_out
 from ..backends.outputs import Outputs, apart
 from ..backends.rewriter import Rewriter
-from ..comparison.proving import FLOOR, Evidence, gathered, unexplained
+from ..comparison.proving import FLOOR, Evidence, gathered, judged
 from ..data.inputs import parse_inputs
 from ..detect.arithmetic import Floats
 from ..detect.detection import Detection
@@ -41,6 +41,7 @@ from ..ir.inputs import InputSpec
 from ..kernels.library import DOMAIN, find
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Fitted, Report
+from ..pipeline.results import Gap
 from .base import Example, GraphModel
 from .calibration import See
 
@@ -201,18 +202,18 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
                 return found
         return None
 
-    def away(self, evidence: Evidence) -> float:
-        """Return how far this model's outputs are from another's evidence, relative; 0 where rounding explains it."""
+    def away(self, evidence: Evidence) -> Gap:
+        """Return how far this program's outputs are from another's evidence."""
         try:
             judge = _judge(self.model, evidence.wide)
             found = [_run(judge, batch) for batch in evidence.batches]
         except LnrewriteError:  # what does not run computes nothing
-            return math.inf
+            return Gap(math.inf)
         error = apart(evidence.outputs, found)
         if error <= FLOOR:
-            return 0.0
+            return Gap(error, rounding=True)
         moved = _run(_judge(jittered(self.model), evidence.wide), evidence.batches[-1])
-        return unexplained(error, apart(found[-1:], [moved]))
+        return judged(error, apart(found[-1:], [moved]))
 
     @property
     def narrow(self) -> bool:

@@ -31,6 +31,7 @@ from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Fitted, Report
+from ..pipeline.results import Gap
 from . import calibration
 from .base import Example, GraphModel
 
@@ -177,8 +178,8 @@ class Program(GraphModel[torch.Tensor]):
             return None
         return evidence(self.module(), self.trials(seed)) or evidence(self.module(), [self.example_inputs()])
 
-    def away(self, evidence: Evidence) -> float:
-        """Return how far this program's outputs are from another's evidence, relative; 0 where rounding explains it."""
+    def away(self, evidence: Evidence) -> Gap:
+        """Return how far this program's outputs are from another's evidence."""
         return away(self.module(), evidence)
 
     @property

@@ -9,7 +9,7 @@ knows torch or ONNX. `spec.py` holds the text form of pipelines.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar, Generic
 
@@ -86,25 +86,29 @@ class Pipeline:
         consume = consume and not rounded and all(item.exactness < Exactness.CALIBRATED for item in self.passes)
         scope = Scope.AT_ENDS if verify else Scope.NONE
         try:
-            current, done = self._steps(program, feed, partial, seed, consume, scope)
+            current, done, error = self._steps(program, feed, partial, seed, consume, scope)
         except Unproved:
             if consume:
                 raise
             LOGGER.info("the result does not compute what the model does: looking for the edit that is wrong")
-            current, done = self._steps(program, feed, partial, seed, False, Scope.OF_EDITS)
+            current, done, error = self._steps(program, feed, partial, seed, False, Scope.OF_EDITS)
         exactness = max((d.exactness for d in done if d.step.edits), default=Exactness.STRUCTURAL)
         drift = None
         if exactness >= Exactness.CALIBRATED or (rounded and current is not program):
             LOGGER.info("measuring the drift")
             drift = feed.drift(program, current)
             _finite(drift)
-        return Result(current, self._report(before, current.network, exactness, done, drift, feed))
+        report = self._report(before, current.network, exactness, done, drift, feed)
+        return Result(current, replace(report, exact_error=error))
 
     def _steps(
         self, program: M, feed: Feed, partial: bool, seed: int, consume: bool, scope: Scope
-    ) -> tuple[M, list[Done]]:
-        """Run the passes one after the other; prove what each stretch of exact ones, or each single edit, gave."""
-        current, done, number = program, list[Done](), 0
+    ) -> tuple[M, list[Done], float | None]:
+        """Run the passes one after the other; prove what each stretch of exact ones, or each single edit, gave.
+
+        Returns the program, what each pass did, and the largest error that the proofs measured.
+        """
+        current, done, number, errors = program, list[Done](), 0, list[float]()
         for exact, stretch in groupby(self.passes, lambda item: item.exactness < Exactness.CALIBRATED):
             witness = Witness(seed, scope is Scope.OF_EDITS) if exact and scope is not Scope.NONE else None
             for item in stretch:
@@ -115,7 +119,8 @@ class Pipeline:
                 done.append(step)
             if witness:
                 witness.hear(current, str(self))
-        return current, done
+                errors += [] if witness.error is None else [witness.error]
+        return current, done, max(errors, default=None)
 
     def _report(
         self,

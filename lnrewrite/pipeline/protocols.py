@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeV
 from ..ir import Block, Exactness, Network, Norm, Proposal, Stream
 from ..ir.select import select
 from .report import Fitted
-from .results import Drift
+from .results import Drift, Gap
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,8 +174,8 @@ class Model(Protocol):
         """Return what this model computes on made-up inputs of two sizes; None where it cannot be run."""
         ...
 
-    def away(self, evidence: Any) -> float:
-        """Return how far this model's outputs are from another's evidence, relative; 0 where rounding explains it."""
+    def away(self, evidence: Any) -> Gap:
+        """Return how far this model's outputs are from another's evidence."""
         ...
 
 

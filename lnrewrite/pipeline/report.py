@@ -115,11 +115,12 @@ def unknown_norms(refusals: Iterable[Refusal]) -> tuple[str, ...]:
 class Report:
     """Hold all that is known of one run of a pipeline; `str()` is for people, `to_dict()` for programs.
 
-    `measured` compares the outputs before and after on sample data (None where the rewrite claims to be exact); `notes`
-    are plain sentences about what the figures rest on; `output` is the path written, if any; `fixed_paths` what
-    a capture fixed that the model chooses by its data (the notes say so); `fitted` the branches whose
-    weights were fitted to data. An export adds `norms`, one row for each, and `proved`, the comparison of the file with
-    its source.
+    `measured` compares the outputs before and after on sample data (None where the rewrite claims to be exact);
+    `exact_error` is how far exact passes moved them, relative to the largest (None where none edited, or nothing was
+    run); `notes` are plain sentences about what the figures rest on; `output` is the path written, if any;
+    `fixed_paths` what a capture fixed that the model chooses by its data (the notes say so); `fitted` the branches
+    whose weights were fitted to data. An export adds `norms`, one row for each, and `proved`, the comparison of the
+    file with its source.
     """
 
     pipeline: str
@@ -137,6 +138,7 @@ class Report:
     norms: tuple[Form, ...] | None = None
     proved: Proof | None = None
     fitted: tuple[Fitted, ...] = ()
+    exact_error: float | None = None
 
     @property
     def drift(self) -> Json | None:
@@ -164,6 +166,7 @@ class Report:
             "steps": [step.to_dict() for step in self.steps],
             "placement_before": self.placement_before,
             "placement_after": self.placement_after,
+            "exact_error": self.exact_error,
             "drift": self.drift,
             "sites": [site.to_dict() for site in self.sites],
             "fitted": [row.to_dict() for row in self.fitted],
@@ -183,6 +186,8 @@ class Report:
         moved = f"{self.placement_before} -> {self.placement_after}"
         yield f"placement  {moved if self.placement_before != self.placement_after else self.placement_after}"
         yield f"exactness  {self.exactness}: {_MEANING[self.exactness]}"
+        if self.exact_error is not None:
+            yield f"proved     largest error {self.exact_error:.2g} of the largest output"
         yield ""
         if rows := [(s.text, str(s.edits), str(s.refused), f"{s.seconds:.2f}") for s in self.steps]:
             yield from aligned(("pass", "edits", "refused", "seconds"), rows, ("pass",), "  ")

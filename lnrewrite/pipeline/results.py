@@ -71,6 +71,22 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """Hold how far outputs are from others that they are to equal, relative to the largest.
+
+    rounding: whether the rounding of the weights as they are stored explains it.
+    """
+
+    error: float
+    rounding: bool = False
+
+    @property
+    def unexplained(self) -> float:
+        """Return the error, 0 where rounding explains it."""
+        return 0.0 if self.rounding else self.error
+
+
+@dataclass(frozen=True, slots=True)
 class Drift:
     """Hold how far a rewrite moved a model's outputs on sample data; None for a figure that its outputs do not give.
 

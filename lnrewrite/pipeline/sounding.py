@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from ..errors import Code, Exit, LnrewriteError, Refusal
 from ..ir import Edit, Proposal, Stream
+from .results import Gap
 
 Edits = Sequence[tuple[Stream, Proposal]]
 REMEDY = "please report this model: it shows a fault of lnrewrite"
@@ -41,19 +42,21 @@ class Provable(Protocol):
 
     def evidence(self, seed: int) -> object | None: ...
     def apply(self, edits: Edits, label: str, *, consume: bool = False) -> tuple[Self, int]: ...
-    def away(self, evidence: Any) -> float: ...
+    def away(self, evidence: Any) -> Gap: ...
 
 
 class Witness:
     """Know what a stretch of exact passes is to compute: the program is asked before its first edit, if there is one.
 
-    `each`: prove every edit by itself instead of the whole. `allowed`: how far its edits may move the outputs.
+    `each`: prove every edit by itself instead of the whole. `allowed`: how far its edits may move the outputs. `error`:
+    how far they did, relative to the largest; None where that was not measured.
     """
 
     def __init__(self, seed: int, each: bool) -> None:
         self.seed, self.each, self.called = seed, each, False
         self.evidence: object | None = None
         self.allowed = 0.0
+        self.error: float | None = None
 
     def call(self, program: Provable) -> None:
         """Make the program say what it computes, before it is edited."""
@@ -62,8 +65,12 @@ class Witness:
 
     def hear(self, program: Provable, what: str) -> None:
         """Raise Unproved where a program computes something else than the one that was asked."""
-        if self.evidence is not None and not self.each and (error := program.away(self.evidence)) > self.allowed:
-            raise Unproved(what, f"the result's outputs are {error:.1e} (relative) from the model's")
+        if self.evidence is None:
+            return
+        gap = program.away(self.evidence)
+        if gap.unexplained > self.allowed and not self.each:
+            raise Unproved(what, f"the result's outputs are {gap.error:.1e} (relative) from the model's")
+        self.error = gap.error
 
 
 def stated(edits: Iterable[Edit]) -> float:
@@ -86,7 +93,7 @@ def sound(
 
     def why_not(chosen: Sequence[tuple[int, Edit]]) -> str:
         try:
-            error = program.apply(with_(chosen), label)[0].away(evidence)
+            error = program.apply(with_(chosen), label)[0].away(evidence).unexplained
         except Exception as fault:
             return f"carrying it out fails with {type(fault).__name__}: {fault}"
         wrong = error > allowed + stated(e for _, e in chosen)
