@@ -74,7 +74,10 @@ def test_a_page_shows_before_and_after(command: list[str], tmp_path: Path, monke
     page = Path("page.html").read_text()
     assert row["report"] == "page.html" and "made.pt2" in page and "before" in page and "after" in page
     fails("LN025", 1, name, "demo:tinygpt", *rest, "-o", "other.pt2", "--report", "page.html")
-    fails("LN003", 2, name, "demo:tinygpt", *rest, "--dry-run", "--report", "new.html")
+    Path("made.pt2").unlink()
+    row = json.loads(ok(name, "demo:tinygpt", *rest, "--dry-run", "--report", "new.html", "--json").stdout)
+    assert row["output"] is None and row["report"] == "new.html" and "as it would be" in Path("new.html").read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new.html", "page.html"]
 
 
 def test_heal_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

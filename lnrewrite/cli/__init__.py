@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from .kernels import kernels
 from .look import diff, inspect, probe
 from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, among, options, target_of, tell_name
 from .rehost import rehost
-from .report import REPORT, report_of, write_report
+from .report import REPORT, report_of, write_report, written_to
 
 if TYPE_CHECKING:
     from ..pipeline.driver import Pipeline
@@ -299,21 +299,23 @@ def _rewrite(
     from ..pipeline.job import Job
 
     source = identify(model, how)  # what is not there is told before torch is imported
-    output = None if dry_run else source.named_after(named) if output is None else output
-    page_target = report_of(page, output, force, calibrate)
+    output = source.named_after(named) if output is None else output
+    page_target = report_of(page, force, calibrate)
     job = Job(pipeline, partial, lenient, not no_verify, accept, how.seed)
-    with screen.working(f"opening {model}"):
+    with screen.working(f"opening {model}"), written_to(output, dry_run, page_target) as out:
         from ..api import rewrite_source
         from ..rehosting import rehost_source
 
-        if host is not None and output is not None:
+        if host is not None and not dry_run:
             found, done = rehost_source(source, job, host, output, calibrate=calibrate, force=force)
             assert done is not None
             report, housed, said = done, found.to_dict(), f"\n\n{found}"
         else:
-            report = rewrite_source(source, job, output, calibrate=calibrate, force=force)
+            report = rewrite_source(source, job, out, calibrate=calibrate, force=force)
             housed, said = {}, ""
-        shown = write_report(page_target, (model, str(report.output)), calibrate, how, force)
+        called = f"{model} as it would be" if dry_run else None
+        shown = write_report(page_target, (model, str(report.output)), calibrate, how, force, called)
+    report = replace(report, output=None) if dry_run else report
     if no_verify:
         LOGGER.warning(f"warning: nothing shows that {report.output or 'the result'} computes what {model} does")
     tell_name(output, report.output)

@@ -99,7 +99,7 @@ def heal(
             raise LnrewriteError(Code.LN601, f"model {source.name!r}", why, "heal the torch model, then export it")
     into_folder = sources[1].format is Format.TRANSFORMERS and Path(output).suffix not in SUFFIXES
     target = check_folder(output, sources[1].file, force) if into_folder else target_of(output, force)
-    page_target = report_of(page, output, force, held_out or data)
+    page_target = report_of(page, force, held_out or data)
     if run is not None and not run.strip():
         raise UsageError(Code.LN003, f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
     with screen.working(f"capturing {teacher}"):

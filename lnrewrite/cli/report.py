@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
@@ -16,25 +19,43 @@ from .options import charts_of
 REPORT = click.option("--report", "page", metavar="FILE.html", help="Write a page too: before and after, on DATA.")
 
 
-def report_of(page: str | None, output: str | None, force: bool, data: str | None) -> Path | None:
+def report_of(page: str | None, force: bool, data: str | None) -> Path | None:
     """Return the page to write, None where none is asked for: what hinders it is told before any work."""
     target = charts_of(page, force)
     if target is None:
         return None
     from ..data.batches import READ
 
-    if output is None:
-        raise UsageError(Code.LN003, "--report with --dry-run", "there is nothing after it", "omit one of the two")
     if data is not None and ":" not in data and Path(data).suffix not in READ:
         why = f"figures are taken on {', '.join(READ)}, and this is {data}"
         raise UsageError(Code.LN003, "--report", why, "make the page with lnrewrite diff, on such data")
     return target
 
 
+@contextmanager
+def written_to(output: str, dry_run: bool, target: Path | None) -> Iterator[str | None]:
+    """Yield where a command writes; with --dry-run nowhere, or where a page shows it a folder that goes again."""
+    if not dry_run:
+        yield output
+    elif target is None:
+        yield None
+    else:
+        with TemporaryDirectory(prefix="lnrewrite-") as folder:
+            yield str(Path(folder) / Path(output).name)
+
+
 def write_report(
-    target: Path | None, models: tuple[str, str], data: str | None, how: OpenOptions, force: bool
+    target: Path | None,
+    models: tuple[str, str],
+    data: str | None,
+    how: OpenOptions,
+    force: bool,
+    called: str | None = None,
 ) -> dict[str, str]:
-    """Write the page of two models, the second one written by the command; return what the JSON says of it."""
+    """Write the page of two models, the second one written by the command; return what the JSON says of it.
+
+    called: what the page calls the second one.
+    """
     if target is None:
         return {}
     from ..api import load_source
@@ -43,7 +64,7 @@ def write_report(
 
     LOGGER.info(f"reporting in {target}")
     after = replace(how, factory=None, trust_pickle=False, trust_remote_code=False)
-    sources = identify(models[0], how), identify(models[1], after)
-    found = diff(load_source(sources[0]), load_source(sources[1]), data, seed=how.seed, names=models)
+    first, second = load_source(identify(models[0], how)), load_source(identify(models[1], after))
+    found = diff(first, second, data, seed=how.seed, names=(models[0], called or models[1]))
     write_text_whole(target, found.to_html(("before", "after")), force=force)
     return {"report": str(target)}
