@@ -80,6 +80,13 @@ def _with_config(source: Source) -> tuple[Program, object]:
     return capture_opened(source, opened), getattr(opened.module, "config", None)
 
 
+def hosts_of(source: Source) -> tuple[Program, list[str]]:
+    """Return a folder's network and the hosts that could hold it as it stands. Raises as `fits_of`."""
+    program, config = _with_config(source)
+    rows = fitting(program, config, program.network.placement, HOSTS.values(), Blanks())
+    return program, [row.host for row in rows if row.fits]
+
+
 def fits_of(source: Source) -> tuple[Program, list[Fit]]:
     """Return a folder's network and, for it and for each placement that it can be converted to, which hosts fit.
 

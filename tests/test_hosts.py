@@ -388,3 +388,17 @@ def test_training_goes_on_in_the_host(host: str, tmp_path: Path) -> None:
     assert trainer.evaluate(texts)["eval_loss"] < before
     model.merge_and_unload().save_pretrained(tmp_path / "trained")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+
+
+def test_two_folders_and_the_hosts_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is no folder nothing is said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lnrewrite.rehosting.HOSTS", {name: HOSTS[name] for name in ("llama", "gpt2", "glm4")})
+    stored("llama", tmp_path)
+    for output in ("peri", "peri.pt2"):
+        ok("convert", "llama", "--to", "peri", "--fit", "constants", "-o", output)
+    row = json.loads(ok("diff", "llama", "peri", "--hosts", "--json").stdout)
+    assert row["hosts"] == [["llama"], ["glm4"]]
+    told = ok("diff", "peri.pt2", "llama", "--hosts").stdout
+    assert "A fits in: no checkpoint folder" in told and "B fits in: llama" in told
+    assert "fits in" not in ok("diff", "llama", "peri").stdout

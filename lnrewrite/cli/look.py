@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -9,7 +10,7 @@ import click
 from ..files.landing import write_text_whole
 from ..files.output import PICTURES
 from ..loading.identify import identify
-from ..loading.source import OpenOptions
+from ..loading.source import Format, OpenOptions
 from ..quiet import LOGGER
 from .options import Screen, charts_of, options, page_of
 
@@ -84,9 +85,17 @@ def probe(model: str, data: str | None, output: str | None, force: bool, how: Op
 @click.option("--data", metavar="DATA", help=DATA)
 @click.option("-o", "--output", metavar="OUT", help="An .html page: both models' charts in one.")
 @FORCED
+@click.option("--hosts", is_flag=True, help="Which stock architectures could hold each, of checkpoint folders.")
 @options(model=True)
 def diff(
-    first: str, second: str, data: str | None, output: str | None, force: bool, how: OpenOptions, screen: Screen
+    first: str,
+    second: str,
+    data: str | None,
+    output: str | None,
+    force: bool,
+    hosts: bool,
+    how: OpenOptions,
+    screen: Screen,
 ) -> None:
     """Show two models side by side: placements, norms, sizes, figures on the same data, and how far they are apart."""
     sources, target = [identify(model, how) for model in (first, second)], charts_of(output, force)
@@ -97,9 +106,15 @@ def diff(
 
         if data is not None:
             check_data(data)
-        one = load_source(sources[0])
-        LOGGER.info(f"capturing {second}")
-        found = compared(one, load_source(sources[1]), data, seed=how.seed, names=(first, second))
+        if hosts:
+            from ..rehosting import hosts_of
+
+            held = [hosts_of(s) if s.format is Format.TRANSFORMERS else (load_source(s), None) for s in sources]
+        else:
+            held = [(load_source(source), None) for source in sources]
+        (one, fit), (two, fits) = held
+        found = compared(one, two, data, seed=how.seed, names=(first, second))
+        found = replace(found, hosts=(fit, fits)) if hosts else found
         if target is not None:
             write_text_whole(target, found.to_html(), force=force)
     screen.answer({**found.to_dict(), **_named(target)}, lambda: f"{found}{_told(target)}", "")

@@ -37,7 +37,8 @@ class Difference:
     """Hold two models' figures on the same data, in the order in which they were given.
 
     norms: each block's norms by its name, as `inspect` tells them. parameters: how many numbers each stores. drift: how
-    far the second's outputs are from the first's; None, and `why`, where they cannot be compared.
+    far the second's outputs are from the first's; None, and `why`, where they cannot be compared. hosts: the stock
+    architectures that could hold each, where they were looked for; None of a model that is no checkpoint folder.
     """
 
     probes: tuple[Probe, Probe]
@@ -45,6 +46,7 @@ class Difference:
     parameters: tuple[int, int]
     drift: Drift | None
     why: str = ""
+    hosts: tuple[Sequence[str] | None, Sequence[str] | None] | None = None
 
     def rows(self) -> Iterator[Row]:
         """Yield the blocks of both, beside each other: in their order where they are as many, else by name."""
@@ -73,6 +75,7 @@ class Difference:
             "models": [p.model for p in self.probes],
             "placement": [p.placement for p in self.probes],
             "parameters": list(self.parameters),
+            **({} if self.hosts is None else {"hosts": [None if h is None else list(h) for h in self.hosts]}),
             "blocks": blocks,
             "drift": None if self.drift is None else self.drift.to_dict(),
             **({"why": self.why} if self.why else {}),
@@ -163,6 +166,8 @@ def told(found: Difference) -> str:
         f"{sign} {p.model} ({p.format}, {p.placement}), {count:,} parameters"
         for sign, p, count in zip("AB", found.probes, found.parameters, strict=True)
     ]
+    for sign, hosts in zip("AB", found.hosts or (), strict=False):
+        lines.append(f"{sign} fits in: {'no checkpoint folder' if hosts is None else ', '.join(hosts) or 'no host'}")
     first = found.probes[0]
     lines += ["", f"on {first.data} data, {first.tokens:,} tokens:", f"outputs: {found.drift or found.why}", ""]
     cells = list(_cells(found))
