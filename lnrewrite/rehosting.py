@@ -77,7 +77,14 @@ def _with_config(source: Source) -> tuple[Program, object]:
         why = f"{source.name} is not a transformers folder"
         raise UsageError(Code.LN003, "hosts", why, "give a folder with a config.json and weights")
     opened = open_module(source)
-    return capture_opened(source, opened), getattr(opened.module, "config", None)
+    return _plain(capture_opened(source, opened)), getattr(opened.module, "config", None)
+
+
+def _plain(program: Program) -> Program:
+    """Return a network whose factors beside the stream are in its weights, as far as that is exact; most have none."""
+    if not any(b.scale != 1 or b.scales for s in program.network.streams for b in s.blocks):
+        return program
+    return Pipeline.parse("absorb-scales").run(program, None, partial=True).program
 
 
 def hosts_of(source: Source) -> tuple[Program, list[str]]:

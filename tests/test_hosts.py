@@ -55,7 +55,10 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", SIZES),
     "gpt_neox-in-turns": ("gpt_neox", {**SIZES, "use_parallel_residual": False}),
     "cohere": ("cohere", {**GROUPED, "logit_scale": 0.5}),
-    "granite": ("granite", {**GROUPED, "attention_multiplier": 0.3, "logits_scaling": 4.0}),
+    "granite": ("granite", {
+        **GROUPED, "attention_multiplier": 0.3, "logits_scaling": 4.0, "residual_multiplier": 0.22,
+        "embedding_multiplier": 12.0,
+    }),
     "starcoder2": ("starcoder2", {**GROUPED, "use_bias": True}),
     "stablelm": ("stablelm", {**GROUPED, "use_qkv_bias": True}),
     "gpt2": ("gpt2", {**SIZES, "n_inner": 128}),

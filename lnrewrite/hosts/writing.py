@@ -127,7 +127,8 @@ class Guest:
                     module.config.use_cache = False
                     taken = Program(capture_module(module, (), dict(self.view.inputs)))
             except Exception as error:  # configs and networks check what they are given, and raise anything
-                raise Misfit(f"it cannot be built for the network's numbers: {told(error)}") from error
+                why = error.why if isinstance(error, LnrewriteError) else told(error)
+                raise Misfit(f"the host does not run with the network's sizes: {why}") from error
             self.blanks[key] = HostView(taken, padding=self.view.padding, module=module)
         return replace(self.blanks[key], carried={})
 
