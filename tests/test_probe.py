@@ -364,7 +364,18 @@ def test_an_expected_error_does_not_see_units(seed: int) -> None:
         found > 0 and near(error(share, 3 * added, read / 7), found) and near(error(2 * share, added, read), 2 * found)
     )
     assert near(error(share, torch.full_like(added, 2.0), torch.ones_like(read)), 0.0)
-    assert near(error(share, added, added), 2 * error(share, added, torch.ones_like(read)))
+    one = torch.ones_like(read)
+    assert near(error(share, added, added), 2 * error(share, added, one))
+    assert near(error(share, one, read, tempered=True), 2**0.5 * error(share, one, read))
+    assert near(error(share, added, one, tempered=True), error(share, added, one))
+
+
+def test_what_attention_reads_is_a_temperature_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the term for queries, attention that loses its in norm counts as an MLP."""
+    seen: list[bool] = []
+    monkeypatch.setattr("lnrewrite.probing.predicting.error", lambda *given: seen.append(given[3]) or 0.0)
+    lnr.probe("demo:tinygpt", gradients=False)
+    assert seen == ([True] * 4 + [False] * 4) * 6
 
 
 @pytest.mark.parametrize("to", ["peri", "none", "output"])
