@@ -5,7 +5,7 @@ without the trunk norms before it; b the size of what a branch adds to that, r o
 reads has the size 1 behind an in norm or a trunk norm, else s: g is that in the other placement by that in this one.
 What it adds there is r g, s r g behind a trunk norm, and one size for all behind an out norm: f is that by b. Then
 
-    error  =  rms over tokens of  t |(f / mean f - 1) + (g / mean g - 1)|
+    error  =  rms over tokens of  atan t |(f / mean f - 1) + (g / mean g - 1)|
 
 where t is how far the branch turns its state: the size of its part across the sum, over the sum's. (Norms see no more
 of a state than its direction.) The second term stands for what a branch does that is not linear in what it reads: an
@@ -70,7 +70,7 @@ def growth(meter: Meter) -> list[Tensor | None]:
 
 
 def error(share: Tensor, added: Tensor, read: Tensor, tempered: bool = False) -> float:
-    """Return the root mean square of share times what two factors differ from their means by, together.
+    """Return the root mean square angle that comes of share times what two factors differ from their means by.
 
     tempered: whether what is read sets the temperature of a softmax as well.
     """
@@ -79,4 +79,4 @@ def error(share: Tensor, added: Tensor, read: Tensor, tempered: bool = False) ->
     weight = share.square() / share.square().sum().clamp_min(torch.finfo(share.dtype).tiny)
     f, g = (by / (weight * by).sum().clamp_min(1e-300) - 1 for by in (added, read))
     apart = (f + g).square() + (g.square() if tempered else 0)
-    return float((share.square() * apart).mean().sqrt())
+    return float((share * apart.sqrt()).atan().square().mean().sqrt())
