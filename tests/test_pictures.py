@@ -413,7 +413,13 @@ def test_an_export_draws_what_each_norm_was_written_as() -> None:
     norms = [{**norm, "where": where} for where in ("in", "inner", "inner")]
     block = {"name": "h.0", "kind": "attention", "placement": "pre", "parallel_group": None, "norms": norms}
     stream = {"name": "h", "width": 8, "scheme": None, "blocks": [block], "embedding_norm": None, "final_norm": norm}
-    found = {"placement": "pre", "streams": [stream], "refusals": [], "format": "demo", "norms": {"kinds": {}, "total": 4}}
+    found = {
+        "placement": "pre",
+        "streams": [stream],
+        "refusals": [],
+        "format": "demo",
+        "norms": {"kinds": {}, "total": 4},
+    }
     sites = ["h.0.in", "h.0.inner1", "h.0.inner2", "h.final"]
     page = forms_page(found, "m", [{"site": s, "form": f"Op{k}", "why": f"<{k}>"} for k, s in enumerate(sites)])
     titles = re.findall(r"<title>(\w+) ?norm: rms 1e-06 as (Op\d)</title>", page)

@@ -273,6 +273,8 @@ def explain(code: str | None, screen: Screen) -> None:
     from ..codes import GROUPS, page
     from .tables import paragraphs
 
+    if code is not None and code.isdecimal():  # 110 is LN110
+        code = f"LN{code:0>3}"
     if code is None:
         titles = {str(each): page(each).title for each in Code}
         rows = [{"code": name, "title": title} for name, title in titles.items()]
