@@ -217,9 +217,9 @@ def test_a_planted_massive_activation_is_found_where_it_was_put(seed: int) -> No
     net, at, channel = plain(), draw.randrange(3), draw.randrange(8)
     value = draw.choice([-1, 1]) * draw.choice([150.0, 2e4])
     with torch.no_grad():
-        net.sums[at][0].down.bias[channel] = value
-        if at + 1 < 3:
-            net.sums[at + 1][0].down.bias[channel] = -value  # and taken away again
+        for k, by in ((at, 1), *[(at + 1, -1)] * (at + 1 < 3)):  # and taken away again
+            net.sums[k][0].down.bias[channel] = by * value
+            net.sums[k][0].down.bias[channel - 1] = by * 50.0  # far beyond the median too, and not beyond 100
     batches = [net.inputs(k) * size for k, size in ((seed, 1e-4), (seed + 1, 1e-3))]
     found = lnr.probe(program_of(net, batches[0]), [(x,) for x in batches])
     (stream,) = found.streams
