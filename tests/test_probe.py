@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lnrewrite as lnr
 from commands import fails, ok
 from lnrewrite.probing.attention import Sinks
-from lnrewrite.probing.measuring import MASSIVE, TIMES, state_nodes
+from lnrewrite.probing.measuring import MASSIVE, TIMES, Meter, state_nodes
 from lnrewrite.probing.predicting import error
 from lnrewrite.probing.probe import largest
 from tiers import rows
@@ -217,9 +217,9 @@ def test_a_planted_massive_activation_is_found_where_it_was_put(seed: int) -> No
     net, at, channel = plain(), draw.randrange(3), draw.randrange(8)
     value = draw.choice([-1, 1]) * draw.choice([150.0, 2e4])
     with torch.no_grad():
-        for k, by in ((at, 1), *[(at + 1, -1)] * (at + 1 < 3)):  # and taken away again
-            net.sums[k][0].down.bias[channel] = by * value
-            net.sums[k][0].down.bias[channel - 1] = by * 50.0  # far beyond the median too, and not beyond 100
+        net.sums[at][0].down.bias[channel] = value
+        if at + 1 < 3:
+            net.sums[at + 1][0].down.bias[channel] = -value  # and taken away again
     batches = [net.inputs(k) * size for k, size in ((seed, 1e-4), (seed + 1, 1e-3))]
     found = lnr.probe(program_of(net, batches[0]), [(x,) for x in batches])
     (stream,) = found.streams
@@ -229,6 +229,15 @@ def test_a_planted_massive_activation_is_found_where_it_was_put(seed: int) -> No
     for m in found.massive:
         row = np.ravel_multi_index(m.token, (6, 4))  # of both batches, one behind the other
         assert near(m.value, np.concatenate(states)[row, channel]) and abs(m.value - value) < 1
+
+
+def test_what_is_far_beyond_the_median_and_not_beyond_100_is_not_massive() -> None:
+    net = plain()
+    meter = Meter(program_of(net, net.inputs(0)).network.streams[0])
+    rows = torch.full((4, 8), 1e-3)
+    rows[1, 2], rows[2, 3] = -150.0, 99.0
+    meter._largest(0, rows, (4,))
+    assert [(m.channel, m.value) for m in meter.massive.values()] == [(2, -150.0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -251,6 +260,13 @@ def test_a_planted_overflow_has_no_headroom(inside: bool) -> None:
     found = lnr.probe(program_of(net, net.inputs(0)), [(net.inputs(1),)])
     assert 1e5 - 50 < found.fp16.max_abs < 1e5 + 50 and near(found.fp16.headroom, 65504 / found.fp16.max_abs)
     assert "does NOT fit" in str(found)
+
+
+def test_the_largest_number_is_that_of_all_batches() -> None:
+    net = plain()
+    batches = [(net.inputs(k) * size,) for k, size in enumerate((1.0, 1e3, 1.0))]
+    program = program_of(net, net.inputs(0))
+    assert lnr.probe(program, batches).fp16.max_abs == lnr.probe(program, batches[1:2]).fp16.max_abs
 
 
 def test_what_is_not_finite_is_told() -> None:

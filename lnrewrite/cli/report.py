@@ -81,5 +81,5 @@ def draw_forms(target: Path, source: Source, report: Report, force: bool) -> Non
     from ..pictures.page import forms_page
 
     LOGGER.info(f"drawing {target}")
-    forms = [row.to_dict() for row in report.norms]
+    forms = [row.to_dict() for row in report.norms or ()]
     write_text_whole(target, forms_page(load_source(source).inspect(), source.name, forms), force=force)
