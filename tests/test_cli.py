@@ -217,6 +217,8 @@ def test_passes_and_explain() -> None:
     for code in Code:
         assert max(map(len, ok("explain", code).stdout.splitlines())) <= WIDTH
     assert json.loads(ok("explain", "ln012", "--json").stdout)["code"] == "LN012"
+    assert json.loads(ok("explain", "12", "--json").stdout)["code"] == "LN012"
+    assert "..." not in ok("--help").stdout.partition("Commands:")[2]
     listed = json.loads(ok("explain", "--json").stdout)["codes"]
     assert [row["code"] for row in listed] == list(Code) and all(row["title"] for row in listed)
     assert ok("explain").stdout.count("  LN") == len([code for code in Code if code.startswith("LN")])

@@ -548,6 +548,7 @@ def test_callable_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.Monk
         "def pair(): return net(), {'input': torch.ones(1, 2)}\n"
         "def broken(): raise ValueError('no')\n"
         "def three(): return 3\n"
+        "def tuples(): return net(), (torch.ones(1, 2),)\n"
         "instance = net()\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -559,6 +560,7 @@ def test_callable_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert inputs is not None and inputs["input"].shape == (1, 2)
     assert "ValueError: no" in fails("LN019", "mynet:broken").why
     assert "int" in fails("LN019", "mynet:three").why
+    assert "inputs by name" in fails("LN019", "mynet:tuples").remedy
     assert "did you mean three?" in fails("LN019", "mynet:thre").remedy
     fails("LN019", "no_such_module:net")
     fails("LN019", saved(tmp_path / "w.pt", Tied().state_dict()), factory="mynet:broken")

@@ -20,7 +20,7 @@ import lnrewrite as lnr
 from commands import fails, ok
 from lnrewrite.pictures import charts, views
 from lnrewrite.pictures.drawing import stream_svg
-from lnrewrite.pictures.page import report, stream_page
+from lnrewrite.pictures.page import forms_page, report, stream_page
 from lnrewrite.pictures.words import glance
 from lnrewrite.probing.figures import BlockFigures, Gain, Headroom, Massive, Probe, State, StreamFigures
 
@@ -405,6 +405,26 @@ def test_what_draws_is_missed_before_the_model_is_opened(monkeypatch: pytest.Mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     error = fails("LN018", 1, "probe", TINY, "-o", "a.html")
     assert "pip install lnrewrite[report]" in error["remedy"]
+
+
+def test_an_export_draws_what_each_norm_was_written_as() -> None:
+    """Each norm stands beside its own operator, also where a branch holds several, and at the end of the stream."""
+    norm = {"kind": "rms", "eps": 1e-6, "gamma": True, "beta": False}
+    norms = [{**norm, "where": where} for where in ("in", "inner", "inner")]
+    block = {"name": "h.0", "kind": "attention", "placement": "pre", "parallel_group": None, "norms": norms}
+    stream = {"name": "h", "width": 8, "scheme": None, "blocks": [block], "embedding_norm": None, "final_norm": norm}
+    found = {
+        "placement": "pre",
+        "streams": [stream],
+        "refusals": [],
+        "format": "demo",
+        "norms": {"kinds": {}, "total": 4},
+    }
+    sites = ["h.0.in", "h.0.inner1", "h.0.inner2", "h.final"]
+    page = forms_page(found, "m", [{"site": s, "form": f"Op{k}", "why": f"<{k}>"} for k, s in enumerate(sites)])
+    titles = re.findall(r"<title>(\w+) ?norm: rms 1e-06 as (Op\d)</title>", page)
+    assert titles == [("in", "Op0"), ("inner", "Op1"), ("inner", "Op2")], titles
+    assert "final norm, rms 1e-06 as Op3" in page and "&lt;3&gt;" in page
 
 
 # ---- a browser ----

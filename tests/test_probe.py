@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lnrewrite as lnr
 from commands import fails, ok
 from lnrewrite.probing.attention import Sinks
-from lnrewrite.probing.measuring import MASSIVE, TIMES, state_nodes
+from lnrewrite.probing.measuring import MASSIVE, TIMES, Meter, state_nodes
 from lnrewrite.probing.predicting import error
 from lnrewrite.probing.probe import largest
 from tiers import rows
@@ -231,6 +231,15 @@ def test_a_planted_massive_activation_is_found_where_it_was_put(seed: int) -> No
         assert near(m.value, np.concatenate(states)[row, channel]) and abs(m.value - value) < 1
 
 
+def test_what_is_far_beyond_the_median_and_not_beyond_100_is_not_massive() -> None:
+    net = plain()
+    meter = Meter(program_of(net, net.inputs(0)).network.streams[0])
+    rows = torch.full((4, 8), 1e-3)
+    rows[1, 2], rows[2, 3] = -150.0, 99.0
+    meter._largest(0, rows, (4,))
+    assert [(m.channel, m.value) for m in meter.massive.values()] == [(2, -150.0)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_models_in_half_precision_are_measured(dtype: torch.dtype) -> None:
     net = plain()
@@ -251,6 +260,13 @@ def test_a_planted_overflow_has_no_headroom(inside: bool) -> None:
     found = lnr.probe(program_of(net, net.inputs(0)), [(net.inputs(1),)])
     assert 1e5 - 50 < found.fp16.max_abs < 1e5 + 50 and near(found.fp16.headroom, 65504 / found.fp16.max_abs)
     assert "does NOT fit" in str(found)
+
+
+def test_the_largest_number_is_that_of_all_batches() -> None:
+    net = plain()
+    batches = [(net.inputs(k) * size,) for k, size in enumerate((1.0, 1e3, 1.0))]
+    program = program_of(net, net.inputs(0))
+    assert lnr.probe(program, batches).fp16.max_abs == lnr.probe(program, batches[1:2]).fp16.max_abs
 
 
 def test_what_is_not_finite_is_told() -> None:
@@ -359,12 +375,27 @@ def test_an_expected_error_does_not_see_units(seed: int) -> None:
     """Constants are fitted: factors of both numbers change nothing, and numbers that are constant cost nothing."""
     torch.manual_seed(seed)
     share, added, read = torch.rand(3, 50).double() + 0.1
+    assert error(share, added**9, read) < error(1e6 * share, added, read) < torch.pi / 2
+    share, one = share / 1e4, torch.ones_like(read)  # so small, an angle is its tangent
     found = error(share, added, read)
-    assert (
-        found > 0 and near(error(share, 3 * added, read / 7), found) and near(error(2 * share, added, read), 2 * found)
-    )
-    assert near(error(share, torch.full_like(added, 2.0), torch.ones_like(read)), 0.0)
-    assert near(error(share, added, added), 2 * error(share, added, torch.ones_like(read)))
+    assert found > 0
+    for other, wanted in (
+        (error(share, 3 * added, read / 7), found),
+        (error(2 * share, added, read), 2 * found),
+        (error(share, added, added), 2 * error(share, added, one)),
+        (error(share, one, read, tempered=True), 2**0.5 * error(share, one, read)),
+        (error(share, added, one, tempered=True), error(share, added, one)),
+        (error(share, 2 * one, one), 0.0),
+    ):
+        assert abs(other - wanted) <= 1e-6 * found
+
+
+def test_what_attention_reads_is_a_temperature_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the term for queries, attention that loses its in norm counts as an MLP."""
+    seen: list[bool] = []
+    monkeypatch.setattr("lnrewrite.probing.predicting.error", lambda *given: seen.append(given[3]) or 0.0)
+    lnr.probe("demo:tinygpt", gradients=False)
+    assert seen == ([True] * 4 + [False] * 4) * 6
 
 
 @pytest.mark.parametrize("to", ["peri", "none", "output"])

@@ -11,6 +11,7 @@ import click
 
 from .._version import __version__
 from ..errors import Code, Exit, LnrewriteError, UsageError, unknown
+from ..files.output import PAGES
 from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions
 from ..pipeline.presets import PRESETS, TARGETS
@@ -21,9 +22,9 @@ from .generate import generate
 from .heal import heal
 from .kernels import kernels
 from .look import diff, inspect, probe
-from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, among, options, target_of, tell_name
+from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, among, options, page_of, target_of, tell_name
 from .rehost import rehost
-from .report import REPORT, report_of, write_report, written_to
+from .report import REPORT, draw_forms, report_of, write_report, written_to
 
 if TYPE_CHECKING:
     from ..pipeline.driver import Pipeline
@@ -148,6 +149,9 @@ def opt(model: str, text: str | None, preset: str | None, output: str | None, dr
 @click.option("--int8", is_flag=True, help="The same in 8 bits, and what they multiply too: for the CPU.")
 @click.option("--no-kv-cache", is_flag=True, help="A model that generates: tokens in, logits out, and no cache.")
 @click.option("--no-verify", is_flag=True, help="Do not run the file against the model. Nothing proves it then.")
+@click.option(
+    "--explain", "page", metavar="FILE.html", help="Draw the streams: what each norm was written as, and why."
+)
 @ACCEPT
 @FORCE
 @options(model=True)
@@ -159,6 +163,7 @@ def export(
     int8: bool,
     no_kv_cache: bool,
     no_verify: bool,
+    page: str | None,
     accept: bool,
     how: OpenOptions,
     screen: Screen,
@@ -168,7 +173,7 @@ def export(
     if int4 and int8:
         raise UsageError(Code.LN003, "--int4 with --int8", "weights are stored in one way", "give one")
     wanted["quantize"] = "int4" if int4 else "int8" if int8 else None
-    source = identify(model, how)
+    source, drawn = identify(model, how), page_of(page, force, PAGES)
     named = not Path(output).suffix
     folder = named and (bool(source.graphs) or source.format is Format.TRANSFORMERS and not no_kv_cache)
     target = Path(output) if folder else target_of(output, force, default=".onnx")
@@ -179,6 +184,8 @@ def export(
 
         cache = False if no_kv_cache or source.graphs else True if folder else None
         report = export_source(source, target, cache, accept, force=force, verify=not no_verify, **wanted)
+        if drawn is not None:
+            draw_forms(drawn, source, report, force)
     if no_verify:
         LOGGER.warning(f"warning: {target} was not verified: nothing shows that it computes what {model} does")
     screen.answer(report.to_dict(), lambda: str(report), "")
@@ -266,6 +273,8 @@ def explain(code: str | None, screen: Screen) -> None:
     from ..codes import GROUPS, page
     from .tables import paragraphs
 
+    if code is not None and code.isdecimal():  # 110 is LN110
+        code = f"LN{code:0>3}"
     if code is None:
         titles = {str(each): page(each).title for each in Code}
         rows = [{"code": name, "title": title} for name, title in titles.items()]

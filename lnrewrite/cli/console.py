@@ -91,6 +91,13 @@ class Group(click.Group):
             LOGGER.setLevel(level)
         return code if isinstance(code, int) else Exit.DONE
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands, each with the whole first line of its help: click cuts it at the edge."""
+        known = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = [(name, (c.help or "").partition("\n\n")[0].replace("\n", " ")) for name, c in known.items() if c]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
     def invoke(self, ctx: click.Context) -> object:
         """Run the command that was asked for."""
         try:

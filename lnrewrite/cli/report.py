@@ -1,4 +1,4 @@
-"""`--report FILE.html`: a page that shows a model before and after a command, on the same data."""
+"""Pages of commands that write: a model before and after, on the same data; what its norms were exported as."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import Code, UsageError
 from ..loading.identify import identify
-from ..loading.source import OpenOptions
+from ..loading.source import OpenOptions, Source
 from ..quiet import LOGGER
 from .options import charts_of
+
+if TYPE_CHECKING:
+    from ..pipeline.report import Report
 
 REPORT = click.option("--report", "page", metavar="FILE.html", help="Write a page too: before and after, on DATA.")
 
@@ -68,3 +72,14 @@ def write_report(
     found = diff(first, second, data, seed=how.seed, names=(models[0], called or models[1]))
     write_text_whole(target, found.to_html(("before", "after")), force=force)
     return {"report": str(target)}
+
+
+def draw_forms(target: Path, source: Source, report: Report, force: bool) -> None:
+    """Write the page of a model's streams with the operator that each norm was exported as."""
+    from ..api import load_source
+    from ..files.landing import write_text_whole
+    from ..pictures.page import forms_page
+
+    LOGGER.info(f"drawing {target}")
+    forms = [row.to_dict() for row in report.norms or ()]
+    write_text_whole(target, forms_page(load_source(source).inspect(), source.name, forms), force=force)

@@ -64,10 +64,14 @@ def shortened(name: str, columns: int) -> str:
 
 
 def norm_words(norm: Row) -> str:
-    """Write a norm as `layer 1e-05`, what data multiply it before that, and say where it has no gain."""
+    """Write a norm as `layer 1e-05`, what data multiply it before that, and say where it has no gain.
+
+    Behind that stands the operator that it was written as, where the norm tells one.
+    """
     said = f"{norm['modulated']} " if norm.get("modulated") else ""
     gain = "" if norm["gamma"] else " bare" if not norm["beta"] else " no gain"
-    return f"{said}{norm['kind']} {norm['eps']:g}{gain}"
+    form = f" as {norm['form']}" if norm.get("form") else ""
+    return f"{said}{norm['kind']} {norm['eps']:g}{gain}{form}"
 
 
 def counted(number: int, noun: str) -> str:

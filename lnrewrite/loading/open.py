@@ -89,6 +89,10 @@ def _import_from_here() -> None:
         sys.path.insert(0, os.getcwd())
 
 
+CALLABLE = "name a callable without arguments that returns a torch.nn.Module"
+"""What a factory has to be."""
+
+
 def build(factory: Factory) -> tuple[torch.nn.Module, dict[str, object] | None]:
     """Call a factory and return its module and, where it returns a pair, its example keyword inputs. Raises LN019."""
     import torch
@@ -104,17 +108,17 @@ def build(factory: Factory) -> tuple[torch.nn.Module, dict[str, object] | None]:
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):
         made, inputs = made[0], dict(made[1])
     if not isinstance(made, torch.nn.Module):
-        raise _failed(name, f"it returned a {type(made).__name__}")
+        pair = f"return (module, {{'x': tensor}}), inputs by name, or {CALLABLE}" if isinstance(made, tuple) else ""
+        raise _failed(name, f"it returned a {type(made).__name__}", remedy=pair)
     if isinstance(made, torch.jit.ScriptModule):
         raise _torchscript(name)
     return made, inputs
 
 
 def _failed(name: str, why: str, code: Code = Code.LN019, remedy: str = "") -> LnrewriteError:
-    default = "name a callable without arguments that returns a torch.nn.Module"
     what = "data" if code is Code.LN022 else "factory"
     return LnrewriteError(
-        code, f"{what} {name!r}", why, remedy or (default if code is Code.LN019 else "check the name")
+        code, f"{what} {name!r}", why, remedy or (CALLABLE if code is Code.LN019 else "check the name")
     )
 
 

@@ -54,9 +54,40 @@ def report_body(held: Held, title: str | None = None) -> str:
     return _body(parts)
 
 
-def stream_page(found: Row, model: str) -> str:
-    """Return a page that draws the streams of an `inspect` object."""
-    parts = [_head("lnrewrite inspect", model, [_counts(found)])]
+def forms_page(found: Row, model: str, forms: Sequence[Row]) -> str:
+    """Return a page that draws the streams of an `inspect` object with the operator that each norm was written as.
+
+    forms: the rows `norms` of an export's report.
+    """
+    known = {row["site"]: row["form"] for row in forms}
+
+    def told(norm: Row, site: str) -> Row:
+        return {**norm, "form": known[site]} if site in known else norm
+
+    def block(row: Row) -> Row:
+        places = [norm["where"] for norm in row["norms"]]
+        sites = [f"{p}{places[:k].count(p) + 1}" if places.count(p) > 1 else p for k, p in enumerate(places)]
+        norms = [told(norm, f"{row['name']}.{site}") for norm, site in zip(row["norms"], sites, strict=True)]
+        return {**row, "norms": norms}
+
+    streams = []
+    for row in found["streams"]:
+        held = {f"{end}_norm": (row[f"{end}_norm"], f"{row['name']}.{end}") for end in ("embedding", "final")}
+        ends = {name: told(norm, site) if norm else None for name, (norm, site) in held.items()}
+        streams.append({**row, **ends, "blocks": [block(b) for b in row["blocks"]]})
+    alike: dict[tuple[str, str], list[str]] = {}
+    for row in forms:
+        alike.setdefault((row["form"], row["why"]), []).append(row["site"])
+    why = ["<h2>Why each norm was written so</h2>"]
+    for (form, reason), sites in alike.items():
+        many = f"{', '.join(sites[:3])}{f' and {len(sites) - 3} more' if len(sites) > 3 else ''}"
+        why.append(f"<p><b>{_e(form)}</b>, {counted(len(sites), 'norm')} ({_e(many)}): {_e(reason)}</p>")
+    return stream_page({**found, "streams": streams}, model, "lnrewrite export", why)
+
+
+def stream_page(found: Row, model: str, said: str = "lnrewrite inspect", more: Sequence[str] = ()) -> str:
+    """Return a page that draws the streams of an `inspect` object, and shows more below them."""
+    parts = [_head(said, model, [_counts(found)])]
     parts += [f'<p class="note">{_e(note)}</p>' for note in found.get("notes", ())]
     for index, stream in enumerate(found["streams"]):
         width = f"width {stream['width']}"
@@ -65,7 +96,7 @@ def stream_page(found: Row, model: str) -> str:
     if found["refusals"]:
         rows = [[row["code"], row["site"], row["why"], row["remedy"]] for row in found["refusals"]]
         parts.append(f"<h2>Not understood</h2>{_table(('code', 'site', 'why', 'what to do'), rows, 4)}")
-    return _page(f"{model}: its residual streams", _body(parts))
+    return _page(f"{model}: its residual streams", _body([*parts, *more]))
 
 
 def _stream(held: Held, index: int) -> Iterator[str]:

@@ -5,11 +5,14 @@ without the trunk norms before it; b the size of what a branch adds to that, r o
 reads has the size 1 behind an in norm or a trunk norm, else s: g is that in the other placement by that in this one.
 What it adds there is r g, s r g behind a trunk norm, and one size for all behind an out norm: f is that by b. Then
 
-    error  =  rms over tokens of  t |(f / mean f - 1) + (g / mean g - 1)|
+    error  =  rms over tokens of  atan t |(f / mean f - 1) + (g / mean g - 1)|
 
 where t is how far the branch turns its state: the size of its part across the sum, over the sum's. (Norms see no more
 of a state than its direction.) The second term stands for what a branch does that is not linear in what it reads: an
-attention or a gated MLP that reads twice the size gives about four times as much.
+attention or a gated MLP that reads twice the size gives about four times as much. The size of what an attention's
+queries read is besides the temperature of its softmax. That moves its weights to other tokens, whose values turn the
+branch and do not lengthen it, so it adds to the square a term of its own: the mean of (t (g / mean g - 1))^2. Where the
+block has norms within, queries and keys have sizes of their own, and there is no such term.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ def expected(meter: Meter, index: int, block: Block, grown: Tensor | None) -> di
         if placement is not block.placement:
             read = (one if set("it") & set(norms) else size) / (one if "i" in here else state)
             added = (one if "o" in norms else raw * read * (size if "t" in norms else 1)) / now
-            found[str(placement)] = error(share, added, read)
+            found[str(placement)] = error(share, added, read, block.kind == "attention" and not block.at(Where.INNER))
     return found
 
 
@@ -66,11 +69,14 @@ def growth(meter: Meter) -> list[Tensor | None]:
     return found
 
 
-def error(share: Tensor, added: Tensor, read: Tensor) -> float:
-    """Return the root mean square of share times what two factors differ from their means by, together."""
+def error(share: Tensor, added: Tensor, read: Tensor, tempered: bool = False) -> float:
+    """Return the root mean square angle that comes of share times what two factors differ from their means by.
+
+    tempered: whether what is read sets the temperature of a softmax as well.
+    """
     if not len(share):
         return 0.0
     weight = share.square() / share.square().sum().clamp_min(torch.finfo(share.dtype).tiny)
-    apart = sum(f / (weight * f).sum().clamp_min(1e-300) - 1 for f in (added, read))
-    assert isinstance(apart, Tensor)
-    return float((share * apart).square().mean().sqrt())
+    f, g = (by / (weight * by).sum().clamp_min(1e-300) - 1 for by in (added, read))
+    apart = (f + g).square() + (g.square() if tempered else 0)
+    return float((share * apart.sqrt()).atan().square().mean().sqrt())

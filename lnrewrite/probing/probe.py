@@ -185,8 +185,10 @@ def data_name(data: object) -> str:
 
 def largest(value: Tensor) -> float:
     """Return the size of a value's largest number, masks left out; 0 of none."""
-    sizes = value.abs()
-    top = float(sizes.max()) if value.numel() else 0.0
+    if not value.numel():
+        return 0.0
+    top = max(abs(float(end)) for end in value.aminmax())  # of logits, a copy would be the largest value of all
     if top < MASK:
         return top
+    sizes = value.abs()
     return float(torch.where(sizes < MASK, sizes, 0).max())
