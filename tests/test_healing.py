@@ -29,6 +29,7 @@ from lnrewrite.healing import snapshots
 from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.distributed import World
 from lnrewrite.healing.losses import Mix, Objective
+from lnrewrite.healing.participant import Participant
 from lnrewrite.healing.report import picture
 from lnrewrite.healing.session import heal
 from lnrewrite.healing.sources import ArraySource, IterableSource, Windows
@@ -38,6 +39,7 @@ from tiers import rows
 from zoo import families
 
 MODEL = "zoo:short_gpt"
+ALONE = World(0, 1, torch.device("cpu"))
 SMALL = {"batch_size": 4, "length": 32, "steps": 6, "save_steps": 2}
 
 
@@ -162,16 +164,12 @@ def test_the_local_phase_trains_what_the_conversion_changed(pair: Any, text: str
 
 
 def test_gains_and_biases_never_decay(pair: Any) -> None:
-    from lnrewrite.healing.training import Participant, Phase
-    from lnrewrite.healing.view import View
-
-    program = pair[1].apply([], "test")[0]
-    side = Participant(program, View(program))
-    names = frozenset(n for n, _ in program.module().named_parameters())
+    side = Participant.of(pair[1], ALONE)
+    names = frozenset(side.named)
     where = ("global", 1, side, None, Objective("", (), True))
     phase = Phase(*where, Mix(task=1), HealingConfig(weight_decay=0.1), names, sizes={}, lr=1e-3)
     decayed = {id(p) for g in phase.optimizer().param_groups if g["weight_decay"] for p in g["params"]}
-    named = dict(program.module().named_parameters())
+    named = side.named
     assert {n for n, p in named.items() if id(p) in decayed} == {n for n, p in named.items() if p.dim() > 1}
     assert any("norm_out" in n for n, p in named.items() if id(p) not in decayed)
 
@@ -360,7 +358,7 @@ def test_a_checkpoint_runs_nothing(tmp_path: Path, where: str) -> None:
         module = nn.Linear(3, 3)
         return module, torch.optim.AdamW(module.parameters())
 
-    held = snapshots.Snapshots(tmp_path / "run", World(0, 1, torch.device("cpu")), {}, resume=False)
+    held = snapshots.Snapshots(tmp_path / "run", ALONE, {}, resume=False)
     held.save("global", 1, *trained())
     assert held.load("global", *trained()) == 1
     place = tmp_path / "run" / "global-000001"
@@ -384,7 +382,7 @@ def test_steps_of_seven_digits_have_checkpoints_too(tmp_path: Path) -> None:
     """A run of more than 999,999 steps goes on, and leaves nothing behind."""
     module = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(module.parameters())
-    held = snapshots.Snapshots(tmp_path / "run", World(0, 1, torch.device("cpu")), {}, resume=False)
+    held = snapshots.Snapshots(tmp_path / "run", ALONE, {}, resume=False)
     for step in (999_999, 1_000_000):
         held.save("global", step, module, optimizer)
     assert [p.name for p in (tmp_path / "run").glob("global-*")] == ["global-1000000"]
