@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lnrewrite.backends.torch.capture import capture_module
 from lnrewrite.checkpoints.healing import heal_folder
-from lnrewrite.checkpoints.shards import stored_in
+from lnrewrite.checkpoints.shards import Stored, stored_in
 from lnrewrite.healing import fused
 from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.distributed import World
@@ -202,10 +202,13 @@ def worker(folder: Path, out: str, bf16: bool, resume: bool, save_steps: int, co
     Path(f"{out}.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(told))
 
 
-def made(folder: Path, layers: int, width: int, vocab: int) -> None:
-    """Write a Llama of random weights, what a conversion makes of it, and tokens; not again where they are."""
-    if (folder / "student" / "config.json").is_file():
-        return
+@main.command(hidden=True)
+@click.argument("folder", type=Path)
+@click.argument("layers", type=int)
+@click.argument("width", type=int)
+@click.argument("vocab", type=int)
+def make(folder: Path, layers: int, width: int, vocab: int) -> None:
+    """Write a Llama of random weights, what a conversion makes of it, and tokens."""
     import lnrewrite as lnr
 
     torch.manual_seed(0)
@@ -225,9 +228,15 @@ def launch(folder: Path, out: Path, count: int, *options: str) -> list[subproces
     return [subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank)}) for rank in range(count)]
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """Return what a folder holds."""
-    return {key: where.read() for path in folder.glob("*.safetensors") for key, where in stored_in(path).items()}
+def tensors(folder: Path) -> dict[str, Stored]:
+    """Return where what a folder holds lies."""
+    return {key: where for path in folder.glob("*.safetensors") for key, where in stored_in(path).items()}
+
+
+def farthest(one: Path, other: Path) -> float:
+    """Return how far the weights of two folders are apart at most."""
+    pairs = ((where.read().float(), tensors(other)[key].read().float()) for key, where in tensors(one).items())
+    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 @main.command(context_settings={"show_default": True})
@@ -240,11 +249,12 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def measure(folder: Path, layers: int, width: int, vocab: int, processes: str, bf16: bool) -> None:
     """Heal a folder for three steps in so many processes, and compare memory with the formula, weights with one's."""
     folder.mkdir(exist_ok=True)
-    made(folder, layers, width, vocab)
-    shapes = {k: w.shape for path in (folder / "student").glob("*.safetensors") for k, w in stored_in(path).items()}
-    count = sum(int(np.prod(shape)) for shape in shapes.values())
+    if not (folder / "student" / "config.json").is_file():
+        sizes = map(str, (layers, width, vocab))
+        subprocess.run([sys.executable, __file__, "make", str(folder), *sizes], check=True)
+    count = sum(int(np.prod(where.shape)) for where in tensors(folder / "student").values())
     largest = max(3 * 4 * width * width, vocab * width + 4 * width * width)  # an MLP, or the table with an attention
-    kept, losses = dict[str, Tensor](), dict[str, Any]()
+    first: Path | None = None
     click.echo(
         f"{count:,} parameters; GB of 10^9 bytes for each process: {json.dumps(STATES)} bytes a parameter, shared,"
     )
@@ -261,13 +271,13 @@ def measure(folder: Path, layers: int, width: int, vocab: int, processes: str, b
         told = [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(size)]
         formula = (sum(STATES.values()) * count / size + GATHERED * 4 * largest * (size > 1)) / 1e9
         peaks = ", ".join(f"{(row['peak'] - row['start']) / 1e9:.2f}" for row in told)
-        found = tensors(out)
-        kept, losses = kept or found, losses or told[0]["losses"]
-        apart = max(float((found[k] - kept[k]).abs().max()) for k in kept)
-        moved = max(float((kept[k] - v).abs().max()) for k, v in tensors(folder / "student").items())
+        first = first or out
+        apart, moved = (farthest(out, other) for other in (first, folder / "student"))
         loss = told[0]["losses"]["healed"]["mean"]
         click.echo(f"{size} processes: formula {formula:.2f}, peaks {peaks}; healed loss {loss:.6f}; {seconds:.0f} s")
-        click.echo(f"    weights at most {apart:.1e} from those of the first run, which moved by up to {moved:.1e}")
+        click.echo(
+            f"    weights at most {apart:.1e} from those of the first run, and up to {moved:.1e} from the student's"
+        )
 
 
 if __name__ == "__main__":
