@@ -240,12 +240,15 @@ def _loaded(source: Source, job: Job) -> tuple[Report, Done]:
     return report, Done.in_memory(module, changes, weights, check)
 
 
-def compared(source: Source, planned: object, found: object) -> None:
-    """Raise LnrewriteError LN313 where two models' outputs differ by more than their dtype rounds."""
+def compared(source: Source, planned: object, found: object, *, elsewhere: bool = False) -> None:
+    """Raise LnrewriteError LN313 where two models' outputs differ by more than their dtype rounds.
+
+    elsewhere: one was computed on another device, or in another precision.
+    """
     leaves = [tensors_in(tree) for tree in (planned, found)]
     pairs = [(a.double(), b.double()) for a, b in zip(*leaves, strict=True) if a.is_floating_point() and a.numel()]
     worst = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item() for a, b in pairs)
-    narrow = any(t.dtype in HALVES for t in leaves[0])
+    narrow = elsewhere or any(t.dtype in HALVES for t in leaves[0])
     if not worst <= (ROUNDED if narrow else EXACT):
         why = f"loaded again, its outputs are {worst:.1e} (relative) from what was planned"
         raise not_as_planned(source, why)

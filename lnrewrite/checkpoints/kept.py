@@ -14,6 +14,7 @@ from ..backends.inputs import Tensors
 from ..backends.torch.capture import capture_module
 from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import stored
+from ..compat.torch import pytree
 from ..healing.living import PIPELINE
 from ..healing.participant import Participant
 from ..loading.checkpoint import empty_model
@@ -119,7 +120,8 @@ class KeptOutput:
                 if not torch.equal(files[names[name]].read(), *read(name)):
                     raise not_as_planned(source, f"loaded again, {name} is not what was trained")
             found = from_disk(healed.program.module(), lambda name: files[names[name]].read().float(), given)
-            compared(source, wanted, found)
+            elsewhere = healed.bf16 or healed.world.device.type != "cpu"
+            compared(source, pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, wanted), found, elsewhere=elsewhere)
 
         write_checked(
             self.target,
