@@ -26,10 +26,10 @@ from lnrewrite.healing.distributed import World
 from lnrewrite.healing.losses import Mix, Objective
 from lnrewrite.healing.opening import Reading, open_source
 from lnrewrite.healing.pairing import Pair
+from lnrewrite.healing.participant import Participant
 from lnrewrite.healing.rehearsal import Rehearsed
 from lnrewrite.healing.sources import BatchSource
-from lnrewrite.healing.training import Participant, Phase
-from lnrewrite.healing.view import View
+from lnrewrite.healing.training import Phase
 from lnrewrite.models.program import Program
 
 LENGTH, BATCHES, WARM = 128, 64, 3
@@ -61,7 +61,7 @@ def plain(program: Program, source: BatchSource) -> Step:
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
     def step(index: int) -> None:
-        batch = world.share(source.batch(index))
+        batch = world.here(source.batch(index))
         out = module(**batch)
         scores = out if isinstance(out, torch.Tensor) else out["logits"]
         F.cross_entropy(scores[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()).backward()
@@ -84,19 +84,17 @@ def steps_of(model: nn.Module, to: str, rows: int) -> dict[str, Step]:
     rehearsed = Rehearsed(source, config.rehearse, teacher.id_limits(), objective, config.seed)
 
     def phase(program: Program, beside: Program | None, mix: Mix, data: BatchSource) -> Step:
-        one, other = (Participant(p, View(p)) if p else None for p in (program, beside))
-        names = frozenset(n for n, _ in program.module().named_parameters())
-        assert one is not None
+        one, other = Participant.of(program, world), Participant.of(beside, world) if beside else None
+        names = frozenset(one.named)
         found = Phase("global", STEPS, one, other, objective, mix, config, names, {}, 1e-4)
         optimizer = found.optimizer()
         return lambda index: found.step(index, optimizer, data, world)
 
-    working, control = (p.apply([], "heal")[0] for p in (student, teacher))
     Pair(teacher, student).check()
     return {
         "plain": plain(student, source),
-        "heal": phase(working, teacher, Mix.usual(gap=1.0, steps=STEPS), rehearsed),
-        "control": phase(control, None, Mix(task=1.0), source),
+        "heal": phase(student, teacher, Mix.usual(gap=1.0, steps=STEPS), rehearsed),
+        "control": phase(teacher, None, Mix(task=1.0), source),
     }
 
 

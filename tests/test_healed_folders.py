@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import lnrewrite as lnr
 import zoo
 from commands import fails, ok
 from lnrewrite.checkpoints import healing as folders
+from lnrewrite.checkpoints import kept
 from lnrewrite.healing.snapshots import Snapshots
 from tiers import rows
 
@@ -83,11 +85,14 @@ transformers.AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
 def test_a_folder_comes_out_that_computes_what_was_healed(
     name: str, to: str, option: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[lnr.Program] = []
-    write = folders.FolderOutput.write
-    monkeypatch.setattr(
-        folders.FolderOutput, "write", lambda self, healed, *more: (kept.append(healed), write(self, healed, *more))[1]
-    )
+    held: list[lnr.Program] = []
+    for written in (folders.FolderOutput, kept.KeptOutput):
+
+        def write(self: Any, healed: Any, program: lnr.Program, *more: Any, real: Any = written.write) -> None:
+            held.append(program)
+            real(self, healed, program, *more)
+
+        monkeypatch.setattr(written, "write", write)
     student, out = converted(made, name, to), tmp_path / "healed"
     how = ("--data", made / "d.jsonl", *HOW, *OPTIONS[option])
     told = json.loads(ok("heal", made / name, student, *how, "-o", f"{out}/", "--json").stdout)
@@ -101,10 +106,10 @@ def test_a_folder_comes_out_that_computes_what_was_healed(
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "logits.pt")
     given: dict[str, Any] = {"input_ids": ids}
-    if "position_ids" in kept[0].spec.names:
+    if "position_ids" in held[0].spec.names:
         given["position_ids"] = torch.arange(12).expand_as(ids)
     with torch.no_grad():
-        wanted = kept[0].module()(**given).logits
+        wanted = held[0].module()(**given).logits
         before = lnr.load(student).module()(input_ids=ids).logits
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max() < (found - before).abs().max()
     assert {"LICENSE", "tokenizer.json", "config.json"} <= {p.name for p in out.iterdir()}
@@ -118,16 +123,16 @@ def test_a_folder_comes_out_that_computes_what_was_healed(
 def test_nothing_is_written_where_the_folder_would_not_open_as_healed(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = folders.open_module
+    real = kept.empty_model
 
-    def spoiled(source: Any) -> Any:
-        opened = real(source)
+    def spoiled(source: Any, dtype: torch.dtype) -> Any:
         if source.name.startswith(str(tmp_path)):
-            with torch.no_grad():
-                next(opened.module.parameters()).mul_(1.01)
-        return opened
+            with next(source.file.glob("*.safetensors")).open("r+b") as file:
+                file.seek(-3, os.SEEK_END)
+                file.write(b"!")
+        return real(source, dtype)
 
-    monkeypatch.setattr(folders, "open_module", spoiled)
+    monkeypatch.setattr(kept, "empty_model", spoiled)
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "healed"
     how = ("--data", made / "d.jsonl", *HOW, "-o", out)

@@ -29,6 +29,7 @@ from lnrewrite.healing import snapshots
 from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.distributed import World
 from lnrewrite.healing.losses import Mix, Objective
+from lnrewrite.healing.participant import Participant
 from lnrewrite.healing.report import picture
 from lnrewrite.healing.session import heal
 from lnrewrite.healing.sources import ArraySource, IterableSource, Windows
@@ -38,6 +39,7 @@ from tiers import rows
 from zoo import families
 
 MODEL = "zoo:short_gpt"
+ALONE = World(0, 1, torch.device("cpu"))
 SMALL = {"batch_size": 4, "length": 32, "steps": 6, "save_steps": 2}
 
 
@@ -162,16 +164,12 @@ def test_the_local_phase_trains_what_the_conversion_changed(pair: Any, text: str
 
 
 def test_gains_and_biases_never_decay(pair: Any) -> None:
-    from lnrewrite.healing.training import Participant, Phase
-    from lnrewrite.healing.view import View
-
-    program = pair[1].apply([], "test")[0]
-    side = Participant(program, View(program))
-    names = frozenset(n for n, _ in program.module().named_parameters())
+    side = Participant.of(pair[1], ALONE)
+    names = frozenset(side.named)
     where = ("global", 1, side, None, Objective("", (), True))
     phase = Phase(*where, Mix(task=1), HealingConfig(weight_decay=0.1), names, sizes={}, lr=1e-3)
     decayed = {id(p) for g in phase.optimizer().param_groups if g["weight_decay"] for p in g["params"]}
-    named = dict(program.module().named_parameters())
+    named = side.named
     assert {n for n, p in named.items() if id(p) in decayed} == {n for n, p in named.items() if p.dim() > 1}
     assert any("norm_out" in n for n, p in named.items() if id(p) not in decayed)
 
@@ -360,7 +358,7 @@ def test_a_checkpoint_runs_nothing(tmp_path: Path, where: str) -> None:
         module = nn.Linear(3, 3)
         return module, torch.optim.AdamW(module.parameters())
 
-    held = snapshots.Snapshots(tmp_path / "run", World(0, 1, torch.device("cpu")), {}, resume=False)
+    held = snapshots.Snapshots(tmp_path / "run", ALONE, {}, resume=False)
     held.save("global", 1, *trained())
     assert held.load("global", *trained()) == 1
     place = tmp_path / "run" / "global-000001"
@@ -384,7 +382,7 @@ def test_steps_of_seven_digits_have_checkpoints_too(tmp_path: Path) -> None:
     """A run of more than 999,999 steps goes on, and leaves nothing behind."""
     module = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(module.parameters())
-    held = snapshots.Snapshots(tmp_path / "run", World(0, 1, torch.device("cpu")), {}, resume=False)
+    held = snapshots.Snapshots(tmp_path / "run", ALONE, {}, resume=False)
     for step in (999_999, 1_000_000):
         held.save("global", step, module, optimizer)
     assert [p.name for p in (tmp_path / "run").glob("global-*")] == ["global-1000000"]
@@ -394,34 +392,6 @@ def test_steps_of_seven_digits_have_checkpoints_too(tmp_path: Path) -> None:
 
 
 # ---- many processes ----
-
-
-@pytest.mark.exhaustive
-def test_two_processes_give_what_one_gives(tmp_path: Path, pair: Any, student: str, text: str) -> None:
-    how = {"steps": 3, "batch_size": 8, "length": 32, "accumulate": 2, "lr": 1e-3}
-    how |= {"gradient_checkpointing": True, "progressive": True}
-    alone = lnr.heal(*pair, text, **how).program.module()
-    both = [started(sharded, rank, student, text, tmp_path, how) for rank in range(2)]
-    for process in both:
-        process.join(300)
-    assert [process.exitcode for process in both] == [0, 0]
-    theirs = torch.load(tmp_path / "sharded.pt")
-    assert theirs.keys() == weights(alone).keys()
-    for name, ours in weights(alone).items():
-        if not name.endswith("qkv.bias"):  # what a bias of all keys adds cancels: its gradient is rounding alone
-            assert torch.allclose(theirs[name], ours, atol=2e-4), name
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["losses"].keys() == {"teacher", "converted", "healed", "control"}
-
-
-def sharded(rank: int, student: str, text: str, folder: Path, how: dict[str, Any]) -> None:
-    """Run in each of two processes: heal, and let the first write what it got."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29100 + os.getppid() % 400), "WORLD_SIZE": "2"}
-    os.environ.update(place, RANK=str(rank), LOCAL_RANK="0")
-    found = heal(lnr.load(MODEL), lnr.load(student), text, **how, run=folder / "run")
-    if rank == 0:
-        (folder / "report.json").write_text(json.dumps(found.report.to_dict()))
-        torch.save(weights(found.program.module()), folder / "sharded.pt")
 
 
 def test_rows_are_shared_evenly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from lnrewrite.healing.budget import divided
 from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.distributed import World, local
 from lnrewrite.healing.losses import Measured, Mix, Objective, losses_of
+from lnrewrite.healing.participant import Participant
 from lnrewrite.healing.rates import FACTOR, NUDGE, SHARE, lowest, nudged, usual
 from lnrewrite.healing.snapshots import Snapshots
 from lnrewrite.healing.view import View
@@ -76,10 +77,10 @@ def test_targets_are_counted_to_their_windows(pair: Any) -> None:
     ids = torch.randint(256, (5, 16), generator=torch.Generator().manual_seed(0))
     labels = ids.masked_fill(torch.arange(16) < torch.tensor([[4], [16], [0], [15], [8]]), -100)
     batches = [{"input_ids": ids[i : i + 2], "labels": labels[i : i + 2]} for i in (0, 2, 4)]
-    module = pair[0].module()
-    found = losses_of(module, Objective("", (), True), batches, module)
+    one = Participant.of(pair[0], World(0, 1, torch.device("cpu")))
+    found, _ = losses_of(one, Objective("", (), True), batches, one)
     assert np.bincount(found.windows).tolist() == [12, 0, 16, 1, 8]
-    alone = losses_of(module, Objective("", (), True), [{"input_ids": ids[4:], "labels": labels[4:]}], module)
+    alone, _ = losses_of(one, Objective("", (), True), [{"input_ids": ids[4:], "labels": labels[4:]}], one)
     assert np.allclose(found.values[-8:], alone.values, atol=1e-5)
 
 
@@ -138,15 +139,19 @@ def test_a_nudge_moves_every_matrix_and_is_taken_back(pair: Any) -> None:
 
 def test_a_nudge_of_a_shard_is_the_shard_of_the_nudge(pair: Any) -> None:
     """So that the rate that follows from it is the same on one process and on many."""
-    program = pair[0].apply([], "test")[0]
-    whole = View(program)
+    program = pair[0]
+    whole = Participant.of(program, World(0, 1, torch.device("cpu"))).view
     before = {n: p.detach().clone() for n, p in whole.named_parameters()}
     with nudged(whole, 3):
         moved = {n: p.detach() - before[n] for n, p in whole.named_parameters()}
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
-        view = View(program)
-        World(1, 2, torch.device("cpu")).shard(view, program.module())
+        world = World(1, 2, torch.device("cpu"))
+        one = Participant.bare(program, world)
+        view = one.view
+        with torch.no_grad():
+            for name, p in one.named.items():
+                local(p).copy_(program.rows(name, world.piece(len(p))))
         held = {n: (local(p).detach(), local(p).detach().clone()) for n, p in view.named_parameters()}
         with nudged(view, 3):
             for name, (now, was) in held.items():

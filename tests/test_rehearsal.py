@@ -15,7 +15,7 @@ from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.fused import IGNORED
 from lnrewrite.healing.losses import Objective
 from lnrewrite.healing.rehearsal import Rehearsed
-from lnrewrite.healing.sources import BatchSource, Tensors
+from lnrewrite.healing.sources import WHOLE, BatchSource, Tensors
 
 LIMITS = {"input_ids": 900, "token_type_ids": 2}
 
@@ -31,8 +31,11 @@ class Given(BatchSource):
         self.whole |= {} if labels is None else {"labels": labels}
         self.held_out = [self.whole]
 
-    def batch(self, index: int) -> Tensors:
-        return self.whole
+    def rows_of(self, index: int) -> int:
+        return len(self.whole["input_ids"])
+
+    def batch(self, index: int, rows: slice = WHOLE) -> Tensors:
+        return {name: t[rows] for name, t in self.whole.items()}
 
 
 def rehearsed(feed: BatchSource, share: float = 0.25, ids: str = "input_ids") -> Rehearsed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from ..files.output import check_folder, named_path
 from ..healing.config import HealingConfig
 from ..healing.living import PIPELINE, compare, device_of
 from ..healing.opening import tokenizer_named
+from ..healing.outputs import Output
 from ..healing.pairing import unlike
+from ..healing.participant import Participant
 from ..healing.session import Healed, heal
 from ..live.undoing import RECORD
 from ..loading.identify import identify
@@ -32,6 +34,7 @@ from ..loading.transformers import Tokenizer
 from ..models.program import Program
 from ..quiet import LOGGER
 from .folders import check_ties
+from .kept import Kept, KeptOutput
 from .writing import Done, Weights, check_room, write_checked
 
 PACKED = (".jsonl", ".parquet", ".bin")
@@ -50,18 +53,20 @@ class FolderOutput:
     weights: Weights | None
     force: bool
 
-    def write(self, healed: Program, module: nn.Module, batches: Sequence[Tensors]) -> None:
+    def write(self, healed: Participant, program: Program, module: nn.Module, batches: Sequence[Tensors]) -> None:
         """Write the folder whole or not at all: opened again, it is compared with the healed program before it lands.
 
         Raises LnrewriteError LN025, LN310, LN313.
         """
+        if not healed.world.first:
+            return
         logs = vars(module).get(RECORD, [])
 
         def check(folder: Path) -> None:
             again = open_module(identify(str(folder), self.source.how)).module
             assert again is not None
             check_ties(self.source, module, again)
-            compare(again.to(device_of(healed)), healed, batches)
+            compare(again.to(device_of(program)), program, batches)
 
         changes = [change for log in logs for change in log.recipe]
         done = Done.in_memory(module, changes, self.weights, check)
@@ -84,9 +89,11 @@ def heal_folder(
 ) -> Healed:
     """Heal a student that is a transformers folder, and write a folder: its own files, with the trained weights.
 
-    Where norms move by degrees (`progressive`) the healed network has the structure that the teacher's gets, and the
-    folder is the teacher's, rewritten. Text is read with the teacher's tokenizer, else the student's. All else is as
-    `lnr.heal` takes it. Raises what that and opening the folders raise, LnrewriteError LN025, LN310, LN313 for OUT.
+    Each process reads its part of both folders, and no more. Where norms move by degrees (`progressive`) the healed
+    network has the structure that the teacher's gets, and the folder is the teacher's, rewritten; there, with
+    `drop_final`, and of a folder that does not hold its weights as its network names them, both are loaded whole. Text
+    is read with the teacher's tokenizer, else the student's. All else is as `lnr.heal` takes it.
+    Raises what that and opening the folders raise, LnrewriteError LN025, LN310, LN313 for OUT.
     """
     target = check_folder(output, student.file, force)
     check_room(target, student.file)
@@ -96,22 +103,77 @@ def heal_folder(
         why = "the healed network has the structure of the teacher, which is not a transformers folder"
         remedy = "give the teacher's folder, heal without --progressive, or name a .pt2 file as OUT"
         raise LnrewriteError(Code.LN602, f"model {teacher.name!r}", why, remedy)
+    named = [name for name in (data, how.get("held_out")) if name]
+    models = None if config.progressive or config.drop_final else _on_disk(teacher, student, named, reads)
+    if models is None:
+        models = _in_memory(teacher, student, config.progressive, named, reads)
+    how |= {"tokenizer": reads or models.tokenizer, "kwargs": models.given}
+    found = heal(*models.sides, data, config, output=models.writer(target, force), **how)
+    notes = dict.fromkeys((*models.notes, *found.report.notes))
+    return replace(found, report=replace(found.report, notes=tuple(notes)))
+
+
+@dataclass(frozen=True)
+class _Models:
+    """Hold a teacher and a student, what writes the healed one to a folder, and what was found with them.
+
+    given: the inputs of modules in Python, None for programs.
+    """
+
+    sides: tuple[Program | nn.Module, Program | nn.Module]
+    writer: Callable[[Path, bool], Output]
+    tokenizer: Tokenizer | None
+    notes: tuple[str, ...]
+    given: Mapping[str, object] | None = None
+
+
+def _on_disk(
+    teacher: Source, student: Source, data: Sequence[str], tokenizer: Tokenizer | Ready | None
+) -> _Models | None:
+    """Return two folders whose weights stay where they are; None where one has to be loaded to be understood."""
+    if teacher.format is not Format.TRANSFORMERS:
+        return None
+    LOGGER.info(f"looking at {teacher.name} and {student.name}")
+    first, second = Kept.open(teacher), Kept.open(student)
+    if first is None or second is None:
+        return None
+    reads = first.tokenizer or second.tokenizer
+    tried = list[Program | None]()
+    given = _inputs(second.module, student, data, tokenizer or reads, lambda given: tried.append(second.program(given)))
+    _check_takes(first.module, given)
+    one, two = first.program(given), tried[0] if tried else second.program(given)
+    if one is None or two is None:
+        return None
+    notes = dict.fromkeys((*first.notes, *second.notes))
+    return _Models((one, two), lambda target, force: KeptOutput(target, second, force), reads, tuple(notes))
+
+
+def _in_memory(
+    teacher: Source, student: Source, progressive: bool, data: Sequence[str], tokenizer: Tokenizer | Ready | None
+) -> _Models:
+    """Return two models as they are loaded, the student as a module whose structure can be changed."""
     first, second = (_opened(source) for source in (teacher, student))
     assert second.module is not None
-    reads = reads or first.tokenizer or second.tokenizer
+    reads = first.tokenizer or second.tokenizer
     model: Program | nn.Module | None = first.module
     if first.program is not None:
         model = Program(from_program(first.program), format=first.kind)
     assert model is not None
-    named = [name for name in (data, how.get("held_out")) if name]
-    given = model.example_inputs() if isinstance(model, Program) else _inputs(second.module, student, named, reads)
+    given: Mapping[str, object]
+    if isinstance(model, Program):
+        given = model.example_inputs()
+    else:
+        given = _inputs(second.module, student, data, tokenizer or reads, lambda given: _run(second.module, given))
     _check_takes(model, given)
-    base = first.module if config.progressive else second.module
+    origin, base = (teacher, first.module) if progressive else (student, second.module)
     assert base is not None
-    into = FolderOutput(target, origin, Weights.read(origin.file, base), force)
-    found = heal(model, second.module, data, config, output=into, tokenizer=reads, kwargs=given, **how)
-    notes = dict.fromkeys((*first.notes, *second.notes, *found.report.notes))
-    return replace(found, report=replace(found.report, notes=tuple(notes)))
+    weights = Weights.read(origin.file, base)
+    notes = dict.fromkeys((*first.notes, *second.notes))
+
+    def writer(target: Path, force: bool) -> Output:
+        return FolderOutput(target, origin, weights, force)
+
+    return _Models((model, second.module), writer, reads, tuple(notes), given)
 
 
 def _opened(source: Source) -> Opened:
@@ -120,11 +182,16 @@ def _opened(source: Source) -> Opened:
 
 
 def _inputs(
-    module: nn.Module, source: Source, data: Sequence[str], tokenizer: Tokenizer | Ready | None
+    module: nn.Module,
+    source: Source,
+    data: Sequence[str],
+    tokenizer: Tokenizer | Ready | None,
+    tries: Callable[[Mapping[str, object]], object],
 ) -> Mapping[str, object]:
     """Return what both networks are captured with: as specified, else inferred.
 
-    Documents get what keeps them apart: positions, or the mask of an encoder, whose rows are padded.
+    Documents get what keeps them apart: positions, or the mask of an encoder, whose rows are padded. That the module
+    takes it is what `tries` tries.
     """
     if (given := given_inputs(module, source.how)) is not None:
         return given.kwargs
@@ -134,15 +201,21 @@ def _inputs(
         return found
     encoder = _encodes(tokenizer)
     name = "attention_mask" if encoder else "position_ids"
-    more = torch.ones_like(ids) if encoder else torch.arange(ids.shape[1]).expand_as(ids).clone()
+    row = torch.arange(ids.shape[1], device=ids.device)
+    more = torch.ones_like(ids) if encoder else row.expand_as(ids).clone()
     if name not in inspect.signature(module.forward).parameters:
         return found
     try:
-        with evaluating(module), torch.no_grad():
-            module(**found, **{name: more})
+        tries({**found, name: more})
     except Exception:  # its own code, which may take it in another form
         return found
     return {**found, name: more}
+
+
+def _run(module: nn.Module | None, given: Mapping[str, object]) -> None:
+    assert module is not None
+    with evaluating(module), torch.no_grad():
+        module(**given)
 
 
 def _check_takes(teacher: nn.Module | Program, given: Mapping[str, object]) -> None:

@@ -69,12 +69,15 @@ class Stored:
         width, count = (self.shape[-1], self.shape[0]) if self.shape else (1, 1)
         step = max(1, PIECE * count // (prod(self.shape) * self.dtype.itemsize))
         for start in range(0, count, step):
-            try:
-                with safe_open(self.path, "pt") as file:
-                    piece = file.get_slice(self.key)[start : start + step] if self.shape else file.get_tensor(self.key)
-            except SafetensorError as error:  # it was whole when it was looked at
-                raise OSError(f"{self.path.name} cannot be read any more: {error}") from error
-            yield piece.reshape(-1, width)
+            yield self.part(slice(start, start + step)).reshape(-1, width)
+
+    def part(self, which: slice) -> torch.Tensor:
+        """Return some rows along the first axis, or all of a tensor that has no axes."""
+        try:
+            with safe_open(self.path, "pt") as file:
+                return file.get_slice(self.key)[which] if self.shape else file.get_tensor(self.key)
+        except SafetensorError as error:  # it was whole when it was looked at
+            raise OSError(f"{self.path.name} cannot be read any more: {error}") from error
 
 
 def stored_in(path: Path) -> dict[str, Stored]:

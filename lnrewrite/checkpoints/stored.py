@@ -51,6 +51,13 @@ class Store:
                 self.change(name, piece, change)
         return tensor
 
+    def rows(self, name: str, which: slice) -> torch.Tensor:
+        """Return some of a parameter's rows as `read` does, or all of one that has no axes."""
+        if name in self.files and not self.edits.get(name):
+            return self.files[name].part(which)
+        whole = self.read(name)
+        return whole[which] if whole.dim() else whole
+
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Yield what `read` returns in pieces whose bytes follow each other: rows, where changes go along rows."""
         edits, where = self.edits.get(name, ()), self.files.get(name)

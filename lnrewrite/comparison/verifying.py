@@ -35,6 +35,9 @@ ACROSS = 2e-5
 HALF = 2e-2
 """The largest relative error between two ways to compute a model in float16 or bfloat16."""
 
+PIECE = 2**22
+"""Numbers that a measurement widens to float64 at a time."""
+
 AS_WRITTEN = "as written"
 """What a model computes in that nothing is asked of."""
 
@@ -155,8 +158,7 @@ def drift(a: nn.Module, b: nn.Module, batches: Sequence[Batch], held_out: bool) 
 
 def measured(first: Runnable, second: Runnable, batches: Sequence[Batch], held_out: bool) -> Drift:
     """Measure how far the second's outputs are from the first's, as `drift` does."""
-    sums = torch.zeros(4, dtype=torch.float64)
-    kl, agree, rows, off = 0.0, 0, 0, list[str]()
+    sums, off = torch.zeros(7, dtype=torch.float64), list[str]()
     with quiet():
         for batch in batches:
             one = first.call(batch)
@@ -167,27 +169,43 @@ def measured(first: Runnable, second: Runnable, batches: Sequence[Batch], held_o
                     raise
                 off.append(path)
                 continue
-            for x, y in zip(floats(one), floats(two), strict=True):
-                x, y = x.double(), y.double()
-                sums += torch.stack([((x - y) ** 2).sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()])
-            p, q = logits(one), logits(two)
-            if p is not None and q is not None:
-                p, q = p.double().flatten(0, -2), q.double().flatten(0, -2)
-                lp, lq = p.log_softmax(-1), q.log_softmax(-1)
-                kl += (lp.exp() * (lp - lq)).sum().item()
-                agree += int((p.argmax(-1) == q.argmax(-1)).sum())
-                rows += len(p)
+            sums += distances(one, two)
     if len(off) == len(batches):
         raise elsewhere("the result", off[0])
-    difference, aa, ab, bb = sums.tolist()
+    return replace(drift_of(sums, held_out, len(batches) - len(off)), off_path=len(off))
+
+
+def distances(one: object, two: object) -> torch.Tensor:
+    """Return what a drift is made of, float64[7], which adds up over batches and rows; a piece is widened at a time.
+
+    |a - b|^2, |a|^2, ab and |b|^2 over all outputs, KL(a || b) of the logits, how often both choose the same, and rows.
+    """
+    sums = torch.zeros(7, dtype=torch.float64)
+    for x, y in zip(floats(one), floats(two), strict=True):
+        for a, b in zip(x.flatten().split(PIECE), y.flatten().split(PIECE), strict=True):
+            a, b = a.double(), b.double()
+            sums[:4] += torch.stack([((a - b) ** 2).sum(), (a * a).sum(), (a * b).sum(), (b * b).sum()]).cpu()
+    p, q = logits(one), logits(two)
+    if p is not None and q is not None:
+        step = max(1, PIECE // p.shape[-1])
+        for a, b in zip(p.flatten(0, -2).split(step), q.flatten(0, -2).split(step), strict=True):
+            la, lb = a.double().log_softmax(-1), b.double().log_softmax(-1)
+            sums[4] += (la.exp() * (la - lb)).sum().cpu()
+            sums[5] += (a.argmax(-1) == b.argmax(-1)).sum().cpu()
+            sums[6] += len(a)
+    return sums
+
+
+def drift_of(sums: torch.Tensor, held_out: bool, samples: int) -> Drift:
+    """Return the drift that `distances` of so many batches add up to."""
+    difference, aa, ab, bb, kl, agree, rows = sums.tolist()
     return Drift(
         held_out,
-        len(batches) - len(off),
+        samples,
         relative_error=(difference / aa) ** 0.5 if aa else None,
         cosine=ab / (aa * bb) ** 0.5 if aa and bb else None,
         kl=kl / rows if rows else None,
         top1_agreement=agree / rows if rows else None,
-        off_path=len(off),
     )
 
 

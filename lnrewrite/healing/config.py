@@ -44,7 +44,8 @@ class HealingConfig:
     are tried (`RateTest`). gain_lr: the student's gains and biases learn so many times faster (moved norms have to find
     new sizes); None makes their rate `GAIN_RATE`. control_lr: the rate of the control; None as for lr.
     weight_decay: of matrices; gains and biases never decay (it harms output-norm gains: arXiv 2605.26895).
-    max_grad_norm: longer gradients are scaled down to it. bf16: run under autocast. gradient_checkpointing: keep no
+    max_grad_norm: longer gradients are scaled down to it. bf16: run under autocast and,
+    where many processes train, gather and reduce in bfloat16. gradient_checkpointing: keep no
     activations inside a block. save_steps: steps between checkpoints. seed: of the data's order and of what is random.
     """
 

@@ -1,20 +1,23 @@
-"""One process or many: who am I, what do the others say, and a view sharded over all of them (torchrun, FSDP2)."""
+"""One process or many: who am I, what do the others say, and parts of a network sharded over all (torchrun, FSDP2)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..backends.torch.module import CapturedModule, stored
 from ..errors import Code, UsageError
-from .view import View
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class World:
             place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(place)
         if ours := not dist.is_initialized():
-            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
         return cls(dist.get_rank(), size, place, ours)
 
     def leave(self) -> None:
@@ -68,55 +71,69 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a number over all processes."""
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Return the processes as a mesh of one axis."""
+        return init_device_mesh(self.device.type, (self.size,))
+
+    @property
+    def rows(self) -> slice:
+        """Return which rows of a batch are this process's."""
+        return slice(self.rank, None, self.size)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of numbers over all processes."""
         if self.size > 1:
             value = value.clone()
             dist.all_reduce(value)
-            value /= self.size
         return value
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of numbers over all processes."""
+        return self.sum(value) / self.size if self.size > 1 else value
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is up in any process."""
-        if self.size == 1:  # nothing waits for a device
-            return flag
-        return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
+        return self.total(int(flag)) > 0
+
+    def total(self, count: int) -> int:
+        """Return the sum of a count over all processes; nothing waits for a device."""
+        return count if self.size == 1 else int(self.sum(torch.tensor(count)))
+
+    def gathered(self, held: T) -> list[T]:
+        """Return what every process holds, in their order."""
+        found: list[T] = [held] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, held)
+        return found
 
     def here(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch on this process's device."""
         return {n: t.to(self.device) for n, t in batch.items()}
 
-    def share(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this process's rows of a batch, on its device."""
-        return self.here({n: t[self.rank :: self.size] for n, t in batch.items()})
+    def spread(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+        """Return this process's rows of a batch that is only measured, on its device, and whether they count.
 
-    def shard(self, view: View, module: CapturedModule) -> None:
-        """Shard a view part by part, and free the whole tensors that it came from."""
-        view.to(self.device)
-        if self.size == 1:
-            return
-        for part in view.parts:
-            fully_shard(part)
-        fully_shard(view)
-        for parameter in module.parameters():
-            parameter.data = parameter.data.new_empty(0)
+        All processes run together, so that one for which no row is left runs the first, which does not count there.
+        """
+        counts = self.rank < min(map(len, batch.values()))
+        return self.here({n: t[self.rows] if counts else t[:1] for n, t in batch.items()}), counts
 
-    def reshard(self, view: View) -> None:
-        """Take a view's parameters apart again: a run without a backward leaves the outermost ones whole."""
-        for module in view.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    def shard(self, whole: nn.Module, parts: Iterable[nn.Module], bf16: bool) -> None:
+        """Shard parameters part by part, and what is left with the whole; computed and reduced in bfloat16 if so asked.
 
-    def gather(self, view: View, module: CapturedModule) -> None:
-        """Give a captured module the values that its view was trained to, whole in every process."""
-        if self.size == 1:
-            return
-        with torch.no_grad():
-            for name, parameter in view.named_parameters():
-                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-                held = stored(module, view.origin(name))
-                assert isinstance(held, nn.Parameter)
-                held.data = whole.detach().clone()
+        No part stays whole when it has run: one without a backward neither.
+        """
+        if self.size > 1:
+            low = torch.bfloat16 if bf16 else None
+            policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low, cast_forward_inputs=False)
+            for module in (*parts, whole):
+                fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True)
+
+    def piece(self, rows: int) -> slice:
+        """Return which rows of a parameter are this process's where it is sharded."""
+        step = -(-rows // self.size)
+        return slice(min(rows, self.rank * step), min(rows, (self.rank + 1) * step))
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 IGNORED = -100
 """A target that counts for nothing, as in torch and transformers."""
 
-CACHED, LARGE = 2**16, 2**26
-"""Numbers that are computed at a time: by a CPU's core what fits into its cache, else what is no burden to memory."""
+CACHED, LARGE = 2**16, 2**24
+"""Numbers that are computed at a time: by a CPU's core what fits into its cache, else four times 64 MB of float32."""
 
 TINY = 1e-12
 """The eps of a norm that only tells directions apart."""

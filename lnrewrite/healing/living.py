@@ -34,15 +34,22 @@ def is_living(model: Program | nn.Module) -> TypeGuard[nn.Module]:
     return not isinstance(model, Program | CapturedModule)
 
 
-def program_of(model: Program | nn.Module, kwargs: Mapping[str, object] | None, device: torch.device) -> Program:
-    """Return a model as a program on a device; a module's so that its structure can be changed as its graph's is."""
+def program_of(model: Program | nn.Module, kwargs: Mapping[str, object] | None, device: torch.device | None) -> Program:
+    """Return a model as a program on a device; a module's so that its structure can be changed as its graph's is.
+
+    Without a device it stays where it is, and so does a program without numbers.
+    """
     if isinstance(model, Program):
-        model.module().to(device)
+        if device is not None and not model.empty:
+            model.module().to(device)
         return model
+    if device is not None:
+        model.to(device)
     if not is_living(model):
-        return capture(model.to(device), kwargs=kwargs)
-    check_finite(model.to(device))
-    given = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), dict(kwargs or {}))
+        return capture(model, kwargs=kwargs)
+    check_finite(model)
+    place = next((p.device for p in model.parameters()), torch.device("cpu"))
+    given = pytree.tree_map_only(torch.Tensor, lambda t: t.to(place), dict(kwargs or {}))
     return Program(capture_module(model, (), given, children=lambda a, k: children(model, a, k)))
 
 
@@ -119,7 +126,8 @@ def device_of(program: Program) -> torch.device:
 
 def compare(module: nn.Module, program: Program, batches: Sequence[Tensors]) -> None:
     """Raise LnrewriteError LN313 where a module and a program give other outputs for the batches."""
-    called = as_runnable(AsCaptured(module, program.module().signature))
+    called, place = as_runnable(AsCaptured(module, program.module().signature)), device_of(program)
+    batches = [{n: t.to(place) for n, t in batch.items()} for batch in batches]
     with evaluating(module), evaluating(program.module()), torch.no_grad():
         runs = [(as_runnable(program.module()).run(batch), called.run(batch)) for batch in batches]
     error = apart([one for one, _ in runs], [two for _, two in runs])

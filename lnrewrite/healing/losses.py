@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -14,12 +14,14 @@ from torch.nn import functional as F
 
 from ..algebra.fitting import Floats
 from ..backends.inputs import Tensors
-from ..comparison.verifying import logits
+from ..comparison.verifying import distances, drift_of, logits
 from ..compat.torch import tensors_in
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Kind
 from ..models.program import Program
+from ..pipeline.results import Drift
 from .fused import IGNORED, apart, compared
+from .participant import Participant
 from .sources import LABELS, inputs_of
 from .view import ViewOutput
 
@@ -90,15 +92,16 @@ class Objective:
     end: int | None = None
 
     @classmethod
-    def of(cls, program: Program, example: Tensors) -> Self:
-        """Look at a model, and run it, to tell what it is trained on."""
+    def of(cls, program: Program, example: Tensors, run: Callable[[Tensors], object] | None = None) -> Self:
+        """Look at a model, and run it, to tell what it is trained on; `run` is what runs it, else its module."""
         for name in program.id_limits():
             if name in example and example[name].dim() == 2 and example[name].shape[1] < 2:
                 why = "its sequences have only one token"
                 raise LnrewriteError(Code.LN022, f"data: {name}", why, "give longer sequences (--length)")
         kinds = [site.norm.kind for s in program.network.streams for _, site in s.sites()]
         masks = tuple(n for n, t in example.items() if "mask" in n and t.dim() == 2)
-        return cls(_causal(program, example), masks, 2 * kinds.count(Kind.LAYER) > len(kinds))
+        run = run or (lambda batch: program.module()(**inputs_of(batch)))
+        return cls(_causal(program.id_limits(), example, run), masks, 2 * kinds.count(Kind.LAYER) > len(kinds))
 
     def has_task(self, batch: Tensors) -> bool:
         """Return whether there are targets: the next tokens of a causal model, or labels in the data."""
@@ -189,9 +192,8 @@ def _first(outputs: object) -> Tensor:
     return next(t for t in tensors_in(outputs) if t.is_floating_point()).float()
 
 
-def _causal(program: Program, example: Tensors) -> str:
+def _causal(limits: Mapping[str, int], example: Tensors, run: Callable[[Tensors], object]) -> str:
     """Name the input whose next tokens the logits predict: no logit before a token changes with it; empty for none."""
-    limits = program.id_limits()
     names = [n for n, t in example.items() if n in limits and t.dim() == 2 and t.shape[1] > 1]
     if len(names) != 1:
         return ""
@@ -199,7 +201,7 @@ def _causal(program: Program, example: Tensors) -> str:
     other = dict(example) | {name: example[name].clone()}
     other[name][:, -1] = (other[name][:, -1] + 1) % limits[name]
     with torch.no_grad():
-        one, two = (logits(program.module()(**inputs_of(batch))) for batch in (example, other))
+        one, two = (logits(run(batch)) for batch in (example, other))
     if one is None or two is None or one.shape[:2] != example[name].shape or one.shape[-1] < limits[name]:
         return ""
     return name if torch.allclose(one[:, :-1], two[:, :-1], atol=1e-4) and not torch.equal(one, two) else ""
@@ -242,27 +244,37 @@ class Measured:
 
 
 def losses_of(
-    module: torch.nn.Module, objective: Objective, batches: Sequence[Tensors], teacher: torch.nn.Module
-) -> Measured:
-    """Return the losses of all held-out targets."""
-    values: list[Tensor] = []
-    windows: list[Tensor] = []
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    first = 0
-    with torch.no_grad():
-        for rows in batches:
-            batch = {n: t.to(device) for n, t in rows.items()}
-            inputs = inputs_of(batch)
-            out = module(**inputs)
-            if objective.has_task(batch):
-                found, counted = objective.rows(out, batch), objective.targets(batch) != IGNORED
-            else:
-                mine, its = _first(out), _first(teacher(**inputs))
-                errors = (mine - its).square().mean(-1) / its.square().mean()
-                masks = [batch[n].bool() for n in objective.masks if batch[n].shape == errors.shape]
-                counted = masks[0] if masks else torch.ones_like(errors, dtype=torch.bool)
-                found = errors[counted]
-            values.append(found.double().cpu())
-            windows.append(counted.nonzero()[:, 0].cpu() + first)
-            first += len(counted)
-    return Measured(torch.cat(values).numpy(), torch.cat(windows).numpy())
+    one: Participant, objective: Objective, batches: Sequence[Tensors], teacher: Participant, drifts: bool = False
+) -> tuple[Measured, Drift | None]:
+    """Return the losses of all held-out targets and, where that is asked for, how far outputs are from the teacher's.
+
+    Each process runs its rows of every batch.
+    """
+    values, windows = list[npt.NDArray[np.float64]](), list[npt.NDArray[np.int64]]()
+    world, first, task = one.world, 0, objective.has_task(batches[0])
+    apart = torch.zeros(7, dtype=torch.float64)
+    for batch in batches:
+        rows, counts = world.spread(batch)
+        out = one.outputs(rows)
+        its = teacher.outputs(rows) if drifts or not task else None
+        if task:
+            found, counted = objective.rows(out, rows), objective.targets(rows) != IGNORED
+        else:
+            mine, other = _first(out), _first(its)
+            sums = torch.stack([other.double().square().sum(), torch.tensor(float(other.numel())).to(other)]) * counts
+            square, number = world.sum(sums)
+            errors = (mine - other).square().mean(-1) / (square / number)
+            masks = [rows[n].bool() for n in objective.masks if rows[n].shape == errors.shape]
+            counted = masks[0] if masks else torch.ones_like(errors, dtype=torch.bool)
+            found = errors[counted]
+        if counts:
+            values.append(found.double().cpu().numpy())
+            windows.append(first + world.rank + world.size * counted.nonzero()[:, 0].cpu().numpy())
+            apart += distances(its, out) if drifts else 0
+        first += min(map(len, batch.values()))
+    every = world.gathered((values, windows))
+    at = np.concatenate([each for _, held in every for each in held])
+    order = np.argsort(at, kind="stable")
+    measured = Measured(np.concatenate([each for held, _ in every for each in held])[order], at[order])
+    total = world.sum(apart)
+    return measured, drift_of(total, True, len(batches)) if drifts else None

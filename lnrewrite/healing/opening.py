@@ -21,7 +21,7 @@ from ..errors import Code, LnrewriteError
 from ..ir.inputs import Content
 from ..loading.transformers import Tokenizer, tokenizer_in
 from ..models.program import Program
-from .sources import LABELS, ROWS, WIDE, ArraySource, BatchSource, IterableSource, Windows, chunks
+from .sources import LABELS, LOGITS, ROWS, WIDE, ArraySource, BatchSource, IterableSource, Windows, chunks
 
 FORMS = (".txt", ".jsonl", ".parquet", ".npy", ".bin", ".npz", ".pt", ".safetensors")
 """How the names of files end that a training reads."""
@@ -33,7 +33,8 @@ class Reading:
 
     rows: of a batch. length: tokens of a window cut from a text, None the model's. tokenizer: in place of the model's
     own. field: what holds the text of a document, in .jsonl, .parquet and mappings. batches: how many are asked for;
-    of documents at most twice their tokens are read.
+    of documents at most twice their tokens are read. processes: how many share what is measured. run: what runs the
+    model, else its module.
     """
 
     rows: int
@@ -42,6 +43,20 @@ class Reading:
     tokenizer: Tokenizer | Ready | None = None
     field: str = "text"
     batches: int = 0
+    processes: int = 1
+    run: Callable[[Tensors], object] | None = None
+
+    def wide(self, program: Program, data: Data) -> int:
+        """Return the rows of a batch that is only measured: of many logits, no more than a process can hold."""
+        if not all(0 in each.free for each in program.spec):
+            return self.rows
+        held = max(1, LOGITS // (data.window * max(program.id_limits().values(), default=1)))
+        return min(max(self.rows, WIDE), held * self.processes)
+
+    def apart(self, program: Program, data: Data, end: int | None) -> Data:
+        """Return DATA whose documents do not see each other in a window, where the model can be made so."""
+        run = self.run or (lambda batch: _run(program, batch))
+        return replace(data, end=end if apart(program, data, end, run) else None)
 
     def corpus(self, program: Program, name: str) -> Corpus:
         """Return DATA as a program's tokens."""
@@ -76,7 +91,7 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
     """
     corpus = how.corpus(program, given if isinstance(given, str) else "data")
     data, spec = corpus.data, program.spec
-    wide = max(how.rows, WIDE) if all(0 in each.free for each in spec) else how.rows
+    wide = how.wide(program, data)
 
     def fitted(batch: object) -> Tensors:
         held = dict(batch) if isinstance(batch, Mapping) else batch
@@ -95,7 +110,7 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
     else:
         found = _read(corpus, how.field)
     if isinstance(found, Run):
-        data = replace(data, end=found.end if apart(program, data, found.end) else None)
+        data = how.apart(program, data, found.end)
         windows = Windows(found.tokens, data, how.rows, wide, how.seed)
         if found.end is not None:
             other = "see each other: the model takes no positions that part them"
@@ -119,13 +134,13 @@ def held_out_of(name: str, program: Program, how: Reading) -> list[Tensors]:
     found = _read(replace(corpus, need=ROWS * data.window), how.field)
     if not isinstance(found, Run):
         assert isinstance(found, dict)
-        return chunks({n: t[:ROWS] for n, t in found.items()}, WIDE)
-    data = replace(data, end=found.end if apart(program, data, found.end) else None)
+        return chunks({n: t[:ROWS] for n, t in found.items()}, how.wide(program, data))
+    data = how.apart(program, data, found.end)
     count = min(len(found.tokens) // data.window, ROWS)
     if not count:
         raise data.bad(f"it is shorter than one window of {data.window} tokens", "give a longer text")
     rows = found.tokens[: count * data.window].long().reshape(count, -1)
-    return chunks(data.of_ids(rows), WIDE)
+    return chunks(data.of_ids(rows), how.wide(program, data))
 
 
 def _read(corpus: Corpus, field: str) -> Run | Tensor | Tensors | list[Tensor]:
@@ -148,7 +163,7 @@ def _documents(corpus: Corpus, pieces: Iterator[Piece]) -> Run | Tensors:
     return corpus.rows_of(pieces) if corpus.encoder else corpus.encoded(pieces)
 
 
-def apart(program: Program, data: Data, end: int | None) -> bool:
+def apart(program: Program, data: Data, end: int | None, run: Callable[[Tensors], object] | None = None) -> bool:
     """Return whether documents of one window do not see each other where positions start again behind `end`.
 
     That is tried: other tokens before an `end` must leave every logit behind it as it is. transformers' decoders are
@@ -167,7 +182,8 @@ def apart(program: Program, data: Data, end: int | None) -> bool:
     other[:, : half - 1] = (other[:, : half - 1] + 1) % ids.rows
     try:
         with torch.no_grad():
-            runs = [logits(_run(program, replace(data, end=end).of_ids(each))) for each in (rows, other)]
+            call = run or (lambda batch: _run(program, batch))
+            runs = [logits(call(replace(data, end=end).of_ids(each))) for each in (rows, other)]
     except (RuntimeError, IndexError, ValueError, AssertionError):  # it takes no other positions
         return False
     one, two = runs

@@ -13,13 +13,17 @@ from torch import nn
 from ..backends.inputs import Tensors
 from ..files.output import check_output
 from ..models.program import Program
+from .participant import Participant
 
 
 class Output(Protocol):
     """Describe what writes a healed model; `str()` says where."""
 
-    def write(self, healed: Program, module: nn.Module, batches: Sequence[Tensors]) -> None:
-        """Write a program, or the module that computes the same; `batches` are held-out inputs to compare by."""
+    def write(self, healed: Participant, program: Program, module: nn.Module, batches: Sequence[Tensors]) -> None:
+        """Write a healed network: as it was trained, as a program, or as the module that computes the same.
+
+        `batches` are held-out inputs to compare by. All processes call this, and the first one writes.
+        """
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,10 @@ class FileOutput:
     path: Path
     force: bool
 
-    def write(self, healed: Program, module: nn.Module, batches: Sequence[Tensors]) -> None:
+    def write(self, healed: Participant, program: Program, module: nn.Module, batches: Sequence[Tensors]) -> None:
         """Write the program. Raises LnrewriteError as `Program.save`."""
-        healed.save(self.path, force=self.force)
+        if healed.world.first:
+            program.save(self.path, force=self.force)
 
     def __str__(self) -> str:
         return str(self.path)

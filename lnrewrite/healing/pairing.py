@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from ..backends.torch.module import stored
 from ..errors import Code, LnrewriteError
 from ..models.program import Program
+from .participant import Participant, alike, sizes_of
 
 
 @dataclass(frozen=True)
@@ -38,45 +35,29 @@ class Pair:
         """Return what a user should know about how the two were opened and captured."""
         return list(dict.fromkeys((*self.teacher.notes, *self.student.notes)))
 
-    def trained(self, program: Program, train: str) -> frozenset[str]:
-        """Return the names of a program's parameters that are trained: all, norms, or what the conversion touched."""
-        every = {n: p for n, p in program.module().named_parameters() if p.is_floating_point()}
-        if train == "all":
-            return frozenset(every)
-        sites = [site.norm for s in program.network.streams for _, site in s.sites()]
-        sites += [site.norm for site in program.network.elsewhere]
-        norms = {n for norm in sites for n in (norm.gamma, norm.beta) if n in every}
-        if train == "touched":
-            norms |= {n for n, p in every.items() if not _equal(p, self._teachers(n))}
-        return frozenset(norms)
 
-    def grown(self, program: Program) -> dict[str, float]:
-        """Return how many times larger than the teacher's each matrix of a program is that a conversion scaled."""
-        sizes = {}
-        for name, parameter in program.module().named_parameters():
-            theirs = self._teachers(name)
-            if parameter.dim() >= 2 and theirs is not None and theirs.shape == parameter.shape:
-                own, other = (float(p.detach().float().norm()) for p in (parameter, theirs))
-                if own and other and own != other:
-                    sizes[name] = own / other
-        return sizes
-
-    def share_untrained(self, program: Program, trained: frozenset[str]) -> list[nn.Parameter]:
-        """Make a program use the teacher's tensors, while it trains, where both are equal; return those parameters."""
-        shared = []
-        for name, parameter in program.module().named_parameters():
-            theirs = self._teachers(name)
-            if name not in trained and theirs is not None and _equal(parameter, theirs):
-                parameter.data = theirs.data
-                shared.append(parameter)
-        return shared
-
-    def _teachers(self, name: str) -> torch.Tensor | None:
-        return stored(self.teacher.module(), name)
+def trained(one: Participant, teacher: Participant, train: str) -> frozenset[str]:
+    """Return the names of a network's parameters that are trained: all, norms, or what the conversion touched."""
+    every = {n: p for n, p in one.named.items() if p.is_floating_point()}
+    if train == "all":
+        return frozenset(every)
+    network = one.program.network
+    sites = [site.norm for s in network.streams for _, site in s.sites()]
+    sites += [site.norm for site in network.elsewhere]
+    names = {one.view.first(n) for norm in sites for n in (norm.gamma, norm.beta) if n} & every.keys()
+    if train == "touched":
+        theirs = {n: found for n in every if (found := teacher.find(n)) is not None}
+        same = dict(zip(theirs, alike([(every[n], p) for n, p in theirs.items()], one.world), strict=True))
+        names |= {n for n in every if not same.get(n)}
+    return frozenset(filter(None, names))
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and torch.equal(one.detach(), other.detach())
+def grown(one: Participant, teacher: Participant) -> dict[str, float]:
+    """Return how many times larger than the teacher's each matrix of a network is that a conversion scaled."""
+    both = {n: (p, found) for n, p in one.named.items() if p.dim() >= 2 and (found := teacher.find(n)) is not None}
+    both = {n: (p, found) for n, (p, found) in both.items() if p.shape == found.shape}
+    mine, its = (sizes_of({n: pair[i] for n, pair in both.items()}, one.world) for i in (0, 1))
+    return {n: mine[n] / its[n] for n in both if mine[n] and its[n] and mine[n] != its[n]}
 
 
 def unlike(why: str) -> LnrewriteError:

@@ -15,9 +15,10 @@ from ..pipeline.results import Json
 from ..quiet import LOGGER
 from .distributed import World, local, part_of
 from .losses import Mix, Objective
+from .participant import Participant
 from .snapshots import Snapshots
 from .sources import BatchSource, number
-from .training import Participant, Phase, Stopped, until_stopped
+from .training import Phase, Stopped, until_stopped
 from .view import View, ViewOutput
 
 GAIN_RATE = 0.012
@@ -91,28 +92,23 @@ class Harm:
 
     def between(self, teacher: Participant, student: Participant) -> float:
         """Return how far a student is from its teacher."""
-        return self._mean(lambda batch, _: (self._run(teacher, batch), self._run(student, batch)))
+        return self._mean(lambda batch, _: (teacher.run(batch), student.run(batch)))
 
     def nudged(self, one: Participant, seed: int) -> float:
         """Return how far a network is from itself with every weight of its matrices `NUDGE` up or down."""
 
         def both(batch: Tensors, index: int) -> tuple[ViewOutput, ViewOutput]:
-            before = self._run(one, batch)
+            before = one.run(batch)
             with nudged(one.view, number(seed, -2, index)):
-                return before, self._run(one, batch)
+                return before, one.run(batch)
 
         return self._mean(both)
-
-    def _run(self, one: Participant, batch: Tensors) -> ViewOutput:
-        found = one.run(batch)
-        self.world.reshard(one.view)
-        return found
 
     def _mean(self, outputs: Callable[[Tensors, int], tuple[ViewOutput, ViewOutput]]) -> float:
         total = torch.zeros((), device=self.world.device)
         with torch.no_grad():
             for index in range(LOOKS):
-                batch = self.world.share(self.source.batch(index))
+                batch = self.world.here(self.source.batch(index, self.world.rows))
                 theirs, mine = outputs(batch, index)
                 total += self.objective.divergence(mine.outputs, theirs.outputs, batch)
         return float(self.world.mean(total)) / LOOKS
@@ -211,15 +207,17 @@ class RateTest:
 
     def loss(self, phase: Phase) -> float:
         """Return the mean loss of a phase's student on the held rows."""
-        counts = [phase.objective.count(batch) for batch in self.held]
         if phase.objective.has_task(self.held[0]):
             phase = replace(phase, mix=Mix(task=1.0))
-        total = torch.zeros((), device=self.world.device)
+        sums = torch.zeros(2, device=self.world.device)
         with torch.no_grad():
-            for batch, count in zip(self.held, counts, strict=True):
-                total += phase.total(phase.terms(self.world.here(batch), count)) * count
-        self.world.reshard(phase.student.view)
-        return float(self.world.mean(total)) / max(1, sum(counts))
+            for batch in self.held:
+                rows, counts = self.world.spread(batch)
+                count = phase.objective.count(rows)
+                loss = phase.total(phase.terms(rows, count))
+                sums += torch.stack([loss * count, torch.full_like(loss, count)]) * counts
+        total, number = self.world.sum(sums).tolist()
+        return float(total) / max(1, number)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..backends.inputs import Tensors
 from .fused import IGNORED
 from .losses import Objective
-from .sources import LABELS, BatchSource, number
+from .sources import LABELS, WHOLE, BatchSource, number
 
 
 class Rehearsed(BatchSource):
@@ -35,20 +35,27 @@ class Rehearsed(BatchSource):
         self.size = max(limits.values())
         self.ids = [name for name, limit in limits.items() if limit == self.size]
 
-    def batch(self, index: int) -> Tensors:
-        batch = dict(self.source.batch(index))
-        rows = len(batch[self.ids[0]])
-        before, after = (math.floor(self.share * rows * i) for i in (index, index + 1))
-        first = max(1, rows - (after - before))
+    def rows_of(self, index: int) -> int:
+        return self.source.rows_of(index)
+
+    def batch(self, index: int, rows: slice = WHOLE) -> Tensors:
+        count = self.source.rows_of(index)
+        before, after = (math.floor(self.share * count * i) for i in (index, index + 1))
+        first = max(1, count - (after - before))
+        here = {each: place for place, each in enumerate(range(count)[rows])}
+        batch = dict(self.source.batch(index, rows))
         if self.objective.has_task(batch):
             batch[LABELS] = self.labels(batch)
-            batch[LABELS][first:] = IGNORED
+            batch[LABELS][[place for each, place in here.items() if each >= first]] = IGNORED
         draw = torch.Generator().manual_seed(number(self.seed, index, -1))
         for name in self.ids:
             batch[name] = batch[name].clone()
-            for row in batch[name][first:]:
-                hit = torch.rand(row.shape, generator=draw) < torch.rand((), generator=draw)
-                row[hit] = torch.randint(self.size, (int(hit.sum()),), generator=draw, dtype=row.dtype)
+            shape, dtype = batch[name].shape[1:], batch[name].dtype
+            for each in range(first, count):  # rows of others are drawn as well: all draw alike
+                hit = torch.rand(shape, generator=draw) < torch.rand((), generator=draw)
+                drawn = torch.randint(self.size, (int(hit.sum()),), generator=draw, dtype=dtype)
+                if each in here:
+                    batch[name][here[each]][hit] = drawn
         return batch
 
     def labels(self, batch: Tensors) -> torch.Tensor:

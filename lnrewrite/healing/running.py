@@ -1,4 +1,4 @@
-"""Run a healing from its checks to its figures: phases in their order, and a control beside them."""
+"""Run a healing from its checks to its figures: phases in their order, and a control behind them."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from functools import cached_property
 
 from ..algebra.placement import switches, usual_norm
 from ..backends.inputs import Tensors
-from ..comparison.verifying import drift
 from ..errors import Code, LnrewriteError
 from ..files.landing import write_text_whole
 from ..ir import Where
 from ..models.program import Program
-from ..pipeline.results import Json
+from ..pipeline.results import Drift, Json
 from ..quiet import LOGGER
 from .budget import Budget
 from .config import TRAINED, HealingConfig
 from .distributed import World
 from .folding import fold, unfoldable
-from .living import LivingStudent
+from .living import LivingStudent, device_of
 from .losses import Measured, Mix, Objective, losses_of
-from .pairing import Pair
+from .pairing import Pair, grown, trained
+from .participant import Participant
 from .rates import GAIN_RATE, Harm, Rates, RateTest, settled, usual
 from .rehearsal import Rehearsed
 from .report import HealingReport, picture
 from .snapshots import Snapshots
 from .sources import BatchSource, inputs_of
 from .tapers import Tapering
-from .training import Participant, Phase
-from .view import View
+from .training import Phase
 
 
 @dataclass
 class Healing:
     """Hold one healing from its checks to its figures.
 
-    source: what is trained on. held: rows to choose rates on, may be empty. measured: rows to report, on the device of
-    `world`. objective, mix: what is learned. living: the student where that is a module in Python. gap: how far the
-    student is from its teacher before the training, in nats.
+    teacher: the first of the pair as it takes part. source: what is trained on. held: rows to choose rates on, may be
+    empty. measured: rows to report. objective, mix: what is learned. living: the student where that is a module in
+    Python. gap: how far the student is from its teacher before the training, in nats.
     """
 
     pair: Pair
+    teacher: Participant
     source: BatchSource
     held: Sequence[Tensors]
     measured: Sequence[Tensors]
@@ -61,8 +61,9 @@ class Healing:
         if not (self.config.progressive or self.config.drop_final):
             return None
         wanted = {b.name: frozenset(switches(b)) for b in self.pair.student.network.blocks}
-        batches = [inputs_of(self.world.here(self.source.batch(i))) for i in range(8)]
         start = self.pair.teacher if self.config.progressive else self.pair.student
+        place = device_of(start)
+        batches = [{n: t.to(place) for n, t in inputs_of(self.source.batch(i)).items()} for i in range(8)]
         style = usual_norm(
             x.norm for s in self.pair.student.network.streams for _, x in s.sites() if x.where != Where.INNER
         )
@@ -72,53 +73,62 @@ class Healing:
             raise LnrewriteError(Code.LN602, "final norm", why, "keep the final norm (run without --drop-final)")
         return found
 
-    def run(self) -> tuple[Program, HealingReport]:
-        """Train what was asked for, and measure it."""
+    def run(self) -> tuple[Participant, Program, HealingReport]:
+        """Train what was asked for, and measure it; the control takes the place of the teacher when that is done."""
         started = time.perf_counter()
-        losses = {"teacher": self.measure(self.pair.teacher)}
+        losses = {"teacher": self.measure(self.teacher)[0]}
+        converted = self.side(self.pair.student)
         if self.pair.teacher is not self.pair.student:
-            losses["converted"] = self.measure(self.pair.student)
-        tapering = self.tapering
-        working = tapering.program if tapering else self.pair.student.apply([], "heal")[0]
-        if self.living:
-            self.living.check(fold(tapering, working) if tapering else working, self.shown[:1])
-        names = self.pair.trained(working, self.config.train)
-        of = sum(p.numel() for p in working.module().parameters())
-        count = sum(p.numel() for n, p in working.module().named_parameters() if n in names)
-        sizes = self.pair.grown(working)
-        shared = self.pair.share_untrained(working, names)
-        watched = self.pair.teacher.apply([], "heal")[0] if self.world.size > 1 else self.pair.teacher
-        teacher = self.side(watched)
-        student = self.side(working, tapering)
-        self.gap = self.gap_to(teacher, student)
+            losses["converted"] = self.measure(converted)[0]
+        self.gap = Harm(self.objective, self.source, self.world).between(self.teacher, converted)
         if not self.config.losses and self.mix.task:
             self.mix = Mix.usual(self.gap, self.budget.steps(0))
-        phase = self.phase("global", student, teacher, self.mix, names, sizes)
+        student = converted if self.tapering is None else self.side(self.tapering.program, self.tapering)
+        del converted
+        if self.living:
+            planned = fold(self.tapering, self.tapering.program) if self.tapering else self.pair.student
+            self.living.check(planned, self.shown[:1])
+        names = trained(student, self.teacher, self.config.train)
+        held = student.named
+        counted = {"which": TRAINED[self.config.train], "tensors": len(names)}
+        counted |= {"parameters": sum(held[n].numel() for n in names)}
+        counted |= {"of": sum(p.numel() for p in student.program.module().parameters())}
+        steps, rates = self.learned(student, names)
+        healed, program = self.finished(student)
+        losses["healed"], drift = self.measure(healed, drifts=True)
+        assert drift is not None
+        if self.controlled:
+            rates["control"] = self.control(steps)
+            losses["control"] = self.measure(self.teacher)[0]
+        seconds = time.perf_counter() - started
+        return healed, program, self.outcome(program, losses, drift, counted, steps, rates, seconds)
+
+    def learned(self, student: Participant, names: frozenset[str]) -> tuple[int, dict[str, Rates]]:
+        """Train a student: each block alone where that is asked for, then all; return the steps, and its rates."""
+        phase = self.phase("global", student, self.teacher, self.mix, names, grown(student, self.teacher))
         phase.check(self.source, self.world)
-        spent = self.config.local_steps * self.budget.step
         if self.config.local_steps:
             student.view.detached = True
-            touched = self.pair.trained(working, "touched") & names
+            touched = trained(student, self.teacher, "touched") & names
             local = replace(phase, name="local", mix=Mix(hidden=1.0), trained=touched, tapers=())
             local.check(self.source, self.world)
             self.train(local, self.config.local_steps)
             student.view.detached = False
-        rates = {"student": self.chosen(phase)}
-        steps = self.budget.steps(spent + rates["student"].tokens)
-        self.train(rates["student"].on(phase), steps)
-        self.world.gather(student.view, working.module())
-        for parameter in shared:
-            parameter.data = parameter.data.clone()
-        healed = fold(tapering, working) if tapering else working
-        for parameter in healed.module().parameters():
+        rates = self.chosen(phase)
+        steps = self.budget.steps(self.config.local_steps * self.budget.step + rates.tokens)
+        self.train(rates.on(phase), steps)
+        return steps, {"student": rates}
+
+    def finished(self, student: Participant) -> tuple[Participant, Program]:
+        """Return what was trained as it is from now on, tapers folded away: to be run, and as a program."""
+        student.settle()
+        program = student.made()
+        if self.tapering:
+            program = fold(self.tapering, program)
+            student = self.side(program)
+        for parameter in program.module().parameters():
             parameter.requires_grad_(parameter.is_floating_point())
-        losses["healed"] = self.measure(healed)
-        if self.controlled:
-            control, rates["control"] = self.control(steps)
-            losses["control"] = self.measure(control)
-        seconds = time.perf_counter() - started
-        trained = {"which": TRAINED[self.config.train], "tensors": len(names), "parameters": count, "of": of}
-        return healed, self.outcome(healed, losses, trained, steps, rates, seconds)
+        return student, program
 
     @property
     def shown(self) -> list[Tensors]:
@@ -129,21 +139,17 @@ class Healing:
     def controlled(self) -> bool:
         return self.config.control and self.objective.has_task(self.measured[0])
 
-    def control(self, steps: int) -> tuple[Program, Rates]:
-        """Return the teacher, trained as long on the same tokens on the task alone, and the rates for it."""
-        control = self.pair.teacher.apply([], "heal")[0]
-        side = self.side(control)
-        phase = self.phase("control", side, None, Mix(task=1.0), self.pair.trained(control, self.config.train), {})
+    def control(self, steps: int) -> Rates:
+        """Train the teacher as long on the same tokens, on the task alone; return the rates for it."""
+        names = trained(self.teacher, self.teacher, self.config.train)
+        phase = self.phase("control", self.teacher, None, Mix(task=1.0), names, {})
         rates = self.chosen(phase)
         self.train(rates.on(phase), steps)
-        self.world.gather(side.view, control.module())
-        return control, rates
+        return rates
 
     def side(self, program: Program, tapering: Tapering | None = None) -> Participant:
-        """Return a program with its view, on this process's device and sharded where there are several."""
-        view = View(program, tapering.tapers if tapering else ())
-        self.world.shard(view, program.module())
-        return Participant(program, view)
+        """Return a program as it takes part."""
+        return Participant.of(program, self.world, self.config.bf16, tapering.tapers if tapering else ())
 
     def phase(
         self,
@@ -162,11 +168,6 @@ class Healing:
         gain_lr = (config.gain_lr or share * GAIN_RATE / lr) if teacher else 1.0
         tapers = self.tapering.tapers if self.tapering and name == "global" else ()
         return Phase(name, 0, student, teacher, self.objective, mix, config, trained, sizes, lr, gain_lr, tapers=tapers)
-
-    def gap_to(self, teacher: Participant, student: Participant) -> float:
-        """Return how far the converted model is from its teacher, also where tapers let the student start at it."""
-        converted = Participant(self.pair.student, View(self.pair.student)) if self.tapering else student
-        return Harm(self.objective, self.source, self.world).between(teacher, converted)
 
     def usual_rate(self, student: Participant, teacher: Participant | None) -> float:
         """Return the rate that is usual for a student or, without a teacher, for a control."""
@@ -202,15 +203,16 @@ class Healing:
             return self.source
         return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.config.seed)
 
-    def measure(self, program: Program) -> Measured:
+    def measure(self, one: Participant, drifts: bool = False) -> tuple[Measured, Drift | None]:
         if self.world.first:
             LOGGER.info("measuring the held-out loss")
-        return losses_of(program.module(), self.objective, self.measured, self.pair.teacher.module())
+        return losses_of(one, self.objective, self.measured, self.teacher, drifts)
 
     def outcome(
         self,
         healed: Program,
         losses: Mapping[str, Measured],
+        drift: Drift,
         trained: Json,
         steps: int,
         rates: Mapping[str, Rates],
@@ -243,7 +245,7 @@ class Healing:
             rates={name: each.to_dict() for name, each in rates.items()},
             tokens=sum(row["tokens"] for row in log if not row["phase"].startswith("control")),
             seconds=seconds,
-            drift=drift(self.pair.teacher.module(), healed.module(), self.shown, True),
+            drift=drift,
             gap=gap,
             gap_standard_error=error,
             gap_to_teacher=to_teacher,

@@ -26,6 +26,7 @@ from .losses import Mix, Objective
 from .opening import Reading, held_out_of, open_source, tokenizer_named
 from .outputs import Output, output_named
 from .pairing import Pair
+from .participant import Participant
 from .report import HealingReport
 from .running import Healing
 from .snapshots import Snapshots, check_run
@@ -74,8 +75,8 @@ def heal(
 
     output: where to write the result (.pt2 or .onnx); `force`: over what stands there. run: the folder of checkpoints,
     log.jsonl and loss.html; None uses a temporary one. resume: go on where that run stopped; the same seed gives the
-    same weights. restart: drop what a run that did not finish left there. Dropout stays off. Under torchrun the work is
-    shared over all processes (FSDP2).
+    same weights. restart: drop what a run that did not finish left there. Dropout stays off. Under torchrun work and
+    networks are shared over all processes (FSDP2); the programs and modules that a process was given stay with it.
 
     Raises LnrewriteError: LN022 data, LN601 the student is no conversion of the teacher, LN602 no exact start, LN604
     NaN, LN605 run folder, LN025 no room; UsageError LN003. Sources: local, then global: arXiv 2410.10254; removal by
@@ -89,20 +90,22 @@ def heal(
     world = World.join(device, (plan.batch_size or 0) // plan.accumulate)
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
-        programs = [program_of(model, kwargs, world.device) for model in (teacher, student)]
+        place = world.device if world.size == 1 else None  # of many, each holds its parts there and no more
+        programs = [program_of(model, kwargs, place) for model in (teacher, student)]
         for program in programs:
             stack.enter_context(evaluating(program.module()))
         (pair := Pair(*programs)).check()
         healing = given.healing(pair, world, stack)
         healing.living = LivingStudent.of((teacher, student), pair, plan)
-        healed, report = healing.run()
-        module = healing.living.take(healed, healing.shown) if healing.living else healed.module()
-        if target and world.first:
-            LOGGER.info(f"writing {target}")
-            target.write(healed, module, healing.shown)
+        healed, program, report = healing.run()
+        module = healing.living.take(program, healing.shown) if healing.living else program.module()
+        if target:
+            if world.first:
+                LOGGER.info(f"writing {target}")
+            target.write(healed, program, module, healing.shown)
         healing.snapshots.end()
     report = replace(report, run=str(run) if run else None, output=str(target) if target else None)
-    return Healed(healed, module, report)
+    return Healed(program, module, report)
 
 
 @dataclass(frozen=True)
@@ -122,21 +125,23 @@ class _Given:
     def healing(self, pair: Pair, world: World, stack: contextlib.ExitStack) -> Healing:
         """Return the healing of a pair, its data and its folder opened; `stack` closes what it opens."""
         plan, teacher = self.plan, pair.teacher
+        watched = Participant.of(teacher, world, plan.bf16)
         wanted = Wanted.of(plan, Data.of(teacher, "data", self.length).window, world.size)
         micro = wanted.rows // plan.accumulate
-        reading = Reading(micro, self.length, plan.seed, tokenizer_named(self.tokenizer), self.field, wanted.batches)
+        reads = tokenizer_named(self.tokenizer)
+        how = (micro, self.length, plan.seed, reads, self.field, wanted.batches, world.size)
+        reading = Reading(*how, run=watched.outputs)
         source = open_source(self.data, teacher, reading)
         held, kept = divided(source.held_out, all(0 in each.free for each in teacher.spec))
         if self.held_out:
             kept = held_out_of(self.held_out, teacher, reading)
-        measured = [world.here(batch) for batch in kept]
         budget = Budget.of(plan, source.batch(0), held)
         folder = self.run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
-        objective = replace(Objective.of(teacher, measured[0]), end=source.end)
-        mix = mix_of(plan, objective.has_task(measured[0]))
+        objective = replace(Objective.of(teacher, kept[0], watched.outputs), end=source.end)
+        mix = mix_of(plan, objective.has_task(kept[0]))
         snapshots = Snapshots(Path(folder), world, self.asked(pair.student, world), self.resume, self.restart)
         stack.callback(snapshots.leave)
-        return Healing(pair, source, held, measured, budget, plan, world, snapshots, objective, mix)
+        return Healing(pair, watched, source, held, kept, budget, plan, world, snapshots, objective, mix)
 
     def asked(self, student: Program, world: World) -> Json:
         """Return what has to be the same where a run goes on."""

@@ -7,14 +7,18 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import OptimizerStateType, ValueType, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from ..errors import Code, LnrewriteError, told, words
@@ -41,6 +45,8 @@ class Snapshots:
         Raises LnrewriteError LN605 where it holds another run, or one that was not to be resumed.
         """
         self.folder, self.world = folder, world
+        self.pending: tuple[Future[object], Path] | None = None
+        self.group = dist.new_group(backend="gloo") if world.size > 1 else None
         text = json.dumps(asked, indent=1, sort_keys=True, default=str)
         was = check_run(folder, resume, restart)
         if was is not None and was != json.loads(text):
@@ -59,28 +65,57 @@ class Snapshots:
             self._end_line()
         world.wait()
 
-    def save(self, phase: str, step: int, view: nn.Module, optimizer: Optimizer) -> None:
-        """Keep weights and optimizer of a phase at a step. Raises LnrewriteError LN025 where there is no room."""
+    def save(self, phase: str, step: int, view: nn.Module, optimizer: Optimizer, last: bool = True) -> None:
+        """Keep weights and optimizer of a phase at a step.
+
+        Many processes go on training while one that is not the `last` is written, of a copy in the memory of the host.
+        Raises LnrewriteError LN025 where there is no room, also for the one before.
+        """
+        self.land()
         model, state = _states(view, optimizer)
+        held = {"model": model, "optimizer": state}
         place = self.folder / f"{phase}-{step:06d}"
-        temporary = self.folder / f".{place.name}"
-        try:
-            if self.world.first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            self.world.wait()
-            with quiet("torch"):  # that it is one process is no news
-                save({"model": model, "optimizer": state}, checkpoint_id=temporary)
-        except (Exception, CheckpointException) as error:  # torch wraps what the file system says
+        temporary = _unfinished(place)
+        if self.world.first:
             shutil.rmtree(temporary, ignore_errors=True)
-            why = f"the checkpoint of step {step} cannot be written: {_told(error)}"
-            raise LnrewriteError(
-                Code.LN025, str(self.folder), why, "free some space, then continue with --resume"
-            ) from error
+        self.world.wait()
+        with self._telling(place), quiet("torch"):  # that it is one process is no news
+            if self.group is None or last:
+                save(held, checkpoint_id=temporary)
+            else:
+                future = async_save(held, checkpoint_id=temporary, process_group=self.group)
+                assert isinstance(future, Future)
+                self.pending = future, place
+        if self.pending is None:
+            self._placed(place)
+
+    def land(self, wait: bool = True) -> None:
+        """Let the checkpoint that is being written take its place when it is whole; without `wait` only if it is."""
+        if self.pending is None or not (wait or self.world.total(self.pending[0].done()) == self.world.size):
+            return
+        (future, place), self.pending = self.pending, None
+        with self._telling(place), quiet("torch"):
+            future.result()
+        self._placed(place)
+
+    @contextmanager
+    def _telling(self, place: Path) -> Iterator[None]:
+        """Raise LnrewriteError LN025 for what torch raises where a checkpoint cannot be written."""
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # torch wraps what the file system says
+            shutil.rmtree(_unfinished(place), ignore_errors=True)
+            why = f"the checkpoint {place.name} cannot be written: {_told(error)}"
+            remedy = "free some space, then continue with --resume"
+            raise LnrewriteError(Code.LN025, str(self.folder), why, remedy) from error
+
+    def _placed(self, place: Path) -> None:
+        """Put a checkpoint that is whole in its place, and let the one before go."""
         self.world.wait()
         if self.world.first:
-            earlier = self._checkpoints(phase)
+            earlier = self._checkpoints(place.name.rpartition("-")[0])
             if not place.exists():
-                os.replace(temporary, place)
+                os.replace(_unfinished(place), place)
             for _, old in earlier:
                 if old != place:
                     shutil.rmtree(old, ignore_errors=True)
@@ -88,6 +123,7 @@ class Snapshots:
 
     def load(self, phase: str, view: nn.Module, optimizer: Optimizer) -> int:
         """Put the last checkpoint of a phase into place and return its step; 0 where there is none."""
+        self.land()
         found = self._checkpoints(phase)
         if not found:
             return 0
@@ -142,7 +178,10 @@ class Snapshots:
             (self.folder / "run.json").unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Release the folder to others."""
+        """Release the folder to others, when nothing is being written there any more."""
+        if self.pending is not None:
+            with suppress(Exception, CheckpointException):
+                self.pending[0].result()
         if self.lock is not None:
             os.close(self.lock)
 
@@ -217,6 +256,11 @@ def _states(view: nn.Module, optimizer: Optimizer) -> tuple[dict[str, ValueType]
                 optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=at)}
                 optimizer.state[p] |= {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
     return get_state_dict(view, optimizer)
+
+
+def _unfinished(place: Path) -> Path:
+    """Return where a checkpoint is while it is being written."""
+    return place.with_name(f".{place.name}")
 
 
 def _no_run(path: Path, error: Exception) -> LnrewriteError:

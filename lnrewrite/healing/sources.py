@@ -20,8 +20,11 @@ LABELS = "labels"
 HELD_OUT = 0.05
 """The share of the data that nothing is trained on; the end of a text, the last rows of arrays."""
 
-WIDE = 32
-"""Rows of a batch that is only measured, where the model takes any number."""
+WIDE, LOGITS = 32, 2**28
+"""Rows of a batch that is only measured, where the model takes any number, and how many logits a process holds."""
+
+WHOLE = slice(None)
+"""All rows of a batch."""
 
 ROWS = 256
 """At most so many rows are held out; of an iterable, its first eight batches."""
@@ -56,8 +59,15 @@ class BatchSource(ABC):
     notes: tuple[str, ...] = ()
 
     @abstractmethod
-    def batch(self, index: int) -> Tensors:
-        """Return the batch of that number; rising numbers are cheap, an earlier one may read everything again."""
+    def batch(self, index: int, rows: slice = WHOLE) -> Tensors:
+        """Return some rows of the batch of that number, and make no others.
+
+        Rising numbers are cheap, an earlier one may read everything again.
+        """
+
+    @abstractmethod
+    def rows_of(self, index: int) -> int:
+        """Return how many rows the batch of that number has in all."""
 
 
 class Windows(BatchSource):
@@ -74,9 +84,12 @@ class Windows(BatchSource):
         ends = torch.as_tensor(self.rest).long().reshape(-1, length)
         self.held_out = chunks(data.of_ids(ends), wide)
 
-    def batch(self, index: int) -> Tensors:
+    def rows_of(self, index: int) -> int:
+        return self.rows
+
+    def batch(self, index: int, rows: slice = WHOLE) -> Tensors:
         draw = torch.Generator().manual_seed(number(self.seed, index))
-        starts = torch.randint(len(self.tokens) - self.length + 1, (self.rows,), generator=draw).tolist()
+        starts = torch.randint(len(self.tokens) - self.length + 1, (self.rows,), generator=draw)[rows].tolist()
         return self.data.of_ids(torch.stack([self.tokens[s : s + self.length].long() for s in starts]))
 
 
@@ -103,12 +116,15 @@ class ArraySource(BatchSource):
         self.fit = fit
         self.order = -1, torch.empty(0)
 
-    def batch(self, index: int) -> Tensors:
+    def rows_of(self, index: int) -> int:
+        return self.rows
+
+    def batch(self, index: int, rows: slice = WHOLE) -> Tensors:
         epoch, place = divmod(index, self.count // self.rows)
         if self.order[0] != epoch:
             draw = torch.Generator().manual_seed(number(self.seed, epoch))
             self.order = epoch, torch.randperm(self.count, generator=draw)
-        chosen = self.order[1][place * self.rows : (place + 1) * self.rows]
+        chosen = self.order[1][place * self.rows : (place + 1) * self.rows][rows]
         return self.fit({n: t[chosen] for n, t in self.arrays.items()})
 
 
@@ -117,7 +133,7 @@ class IterableSource(BatchSource):
 
     def __init__(self, source: Callable[[], Iterator[Tensors]], data: Data) -> None:
         self.source, self.data = source, data
-        self.next = 0
+        self.next, self.last = 0, Tensors()
         self.held_out = list(islice(source(), 8))
         if not self.held_out:
             raise data.bad("it gives no batches", "give more than eight")
@@ -135,10 +151,14 @@ class IterableSource(BatchSource):
 
         return again()
 
-    def batch(self, index: int) -> Tensors:
-        if index < self.next:
-            del self._endless
-            self.next = 0
-        found = next(islice(self._endless, index - self.next, None))
-        self.next = index + 1
-        return found
+    def rows_of(self, index: int) -> int:
+        return min(map(len, self.batch(index).values()))
+
+    def batch(self, index: int, rows: slice = WHOLE) -> Tensors:
+        if index != self.next - 1:
+            if index < self.next:
+                del self._endless
+                self.next = 0
+            self.last = next(islice(self._endless, index - self.next, None))
+            self.next = index + 1
+        return {n: t[rows] for n, t in self.last.items()}

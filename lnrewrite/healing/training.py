@@ -7,26 +7,24 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..backends.inputs import Tensors
-from ..backends.torch.feeding import flat_inputs
 from ..errors import Code, Exit, LnrewriteError, UsageError
 from ..layout import clock
-from ..models.program import Program
 from ..quiet import LOGGER
 from .budget import tokens_of
 from .config import HealingConfig
-from .distributed import World
+from .distributed import World, local
 from .losses import Mix, Objective
+from .participant import Participant
 from .snapshots import Snapshots
-from .sources import BatchSource, inputs_of, number
+from .sources import BatchSource, number
 from .tapers import Taper
-from .view import View, ViewOutput
 
 SAY = 0.5
 """Seconds between two lines of progress."""
@@ -41,19 +39,6 @@ class Stopped(LnrewriteError):
         super().__init__(
             Code.INTERRUPTED, "Ctrl-C", f"{phase} was stopped and saved at step {step}", "continue with --resume"
         )
-
-
-@dataclass
-class Participant:
-    """Hold one network in a run: its program, the view of it, and the order of its flat inputs."""
-
-    program: Program
-    view: View
-
-    def run(self, batch: Tensors) -> ViewOutput:
-        """Run the view on a batch."""
-        found: ViewOutput = self.view(*flat_inputs(self.program.module(), inputs_of(batch)))
-        return found
 
 
 @dataclass
@@ -92,37 +77,31 @@ class Phase:
                 self.taper(step)
                 row = self.step(step, optimizer, source, world)
                 step += 1
+                snapshots.land(wait=False)
                 speed = clock.tick(int(row["tokens"]))
                 snapshots.log({"phase": self.name, "step": step, **row, **speed})
                 if clock.due() and world.first:
                     LOGGER.info(f"{self.name} {step}/{self.steps}  loss {row['loss']:.4f}  {_spell(**speed)}")
                 halted = world.any(stopped())
-                if halted or step % config.save_steps == 0 or step == self.steps:
-                    snapshots.save(self.name, step, view, optimizer)
+                last = halted or step == self.steps
+                if last or step % config.save_steps == 0:
+                    snapshots.save(self.name, step, view, optimizer, last)
                 if halted and step < self.steps:
                     raise Stopped(self.name, step)
         self.taper(self.steps)
 
     def check(self, source: BatchSource, world: World) -> None:
         """Raise UsageError LN003 where no loss depends on what is trained: the norms, where norms are gone."""
-        self.marked()
-        terms = self.terms(world.share(source.batch(0)), 1.0)
-        world.reshard(self.student.view)
+        self.student.train(self.trained)
+        terms = self.terms(world.here(source.batch(0, world.rows)), 1.0)
         if not self.total(terms).requires_grad:
             why = f"none of the losses of the {self.name} phase ({', '.join(terms)}) depends on what it trains"
             raise UsageError(Code.LN003, f"train={self.config.train}", why, "train more (all), or give other losses")
 
-    def marked(self) -> list[tuple[str, nn.Parameter]]:
-        """Return what is trained, by its name in the model; the rest takes no gradient."""
-        view = self.student.view
-        for name, parameter in view.named_parameters():
-            parameter.requires_grad_(view.origin(name) in self.trained)
-        return [(view.origin(n), p) for n, p in view.named_parameters() if p.requires_grad]
-
     def optimizer(self) -> torch.optim.AdamW:
         """Return AdamW over what is trained: matrices decay alike, gains and biases do not."""
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
-        for name, parameter in self.marked():
+        for name, parameter in self.student.train(self.trained):
             if parameter.dim() < 2:
                 groups[self.lr * self.gain_lr, 0.0].append(parameter)
             else:
@@ -148,9 +127,11 @@ class Phase:
         torch.manual_seed(number(config.seed, step, world.rank))
         seen, tokens = list[Tensor](), 0
         for micro in range(config.accumulate):
-            batch = source.batch(step * config.accumulate + micro)
-            tokens += tokens_of(batch)
-            terms = self.terms(world.share(batch), self.objective.count(batch) / world.size)
+            batch = source.batch(step * config.accumulate + micro, world.rows)
+            tokens += world.total(tokens_of(batch))
+            targets = world.total(self.objective.count(batch)) / world.size
+            self.student.view.sync(micro == config.accumulate - 1)
+            terms = self.terms(world.here(batch), targets)
             total = self.total(terms)
             (total / config.accumulate).backward()
             seen.append(torch.stack([total, *terms.values()]).detach())
@@ -160,8 +141,8 @@ class Phase:
         losses = told[:-1].view(config.accumulate, -1)
         if not torch.isfinite(told).all():
             bad = next((i for i, loss in enumerate(losses[:, 0]) if not torch.isfinite(loss)), None)
-            batch = source.batch(step * config.accumulate + (bad or 0))
-            self.fail(step, world.share(batch), "the gradient" if bad is None else "the loss")
+            batch = source.batch(step * config.accumulate + (bad or 0), world.rows)
+            self.fail(step, world.here(batch), "the gradient" if bad is None else "the loss")
         optimizer.step()
         optimizer.zero_grad()
         named = zip(("loss", *terms), losses.mean(0).tolist(), strict=True)
@@ -169,14 +150,11 @@ class Phase:
 
     def terms(self, batch: Tensors, targets: float) -> dict[str, Tensor]:
         """Return the terms of the loss on this process's rows of a batch with so many targets for each process."""
-        device = next(iter(batch.values())).device.type
-        with torch.autocast(device, torch.bfloat16) if self.config.bf16 else nullcontext():
-            seen = None
-            if self.teacher and (self.mix.kl or self.mix.hidden):
-                with torch.no_grad():
-                    seen = self.teacher.run(batch)
-            mine = self.student.run(batch)
-        return self.objective.terms(self.mix, batch, mine, seen, targets)
+        seen = None
+        if self.teacher and (self.mix.kl or self.mix.hidden):
+            with torch.no_grad():
+                seen = self.teacher.run(batch)
+        return self.objective.terms(self.mix, batch, self.student.run(batch), seen, targets)
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Return the sum of the terms as the mix weighs them."""
@@ -188,15 +166,8 @@ class Phase:
             states: Mapping[str, Tensor] = self.student.run(batch).states
         bad = next((n for n, s in states.items() if not torch.isfinite(s).all()), None)
         if bad is None:
-            named = self.student.view.named_parameters()
-            bad = next(
-                (
-                    self.student.view.origin(n)
-                    for n, p in named
-                    if p.grad is not None and not torch.isfinite(p.grad).all()
-                ),
-                "the outputs",
-            )
+            gradients = {n: local(p.grad) for n, p in self.student.named.items() if p.grad is not None}
+            bad = next((n for n, g in gradients.items() if not torch.isfinite(g).all()), "the outputs")
         why = f"{what} is NaN or infinite, first in {bad}; the last checkpoint is kept"
         raise LnrewriteError(
             Code.LN604, f"{self.name} step {step + 1}", why, "lower --lr, check the data, or run without --bf16"

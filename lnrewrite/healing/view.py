@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from ..backends.torch.module import CapturedModule
 from ..backends.torch.parts import Parts
 from ..compat.torch import output_tree, pytree
 from ..ir import Kind, sums
@@ -45,8 +47,9 @@ class View(Parts):
 
     powers: Tensor
 
-    def __init__(self, program: Program, tapers: Sequence[Taper] = ()) -> None:
-        module, network = program.module(), program.network
+    def __init__(self, program: Program, tapers: Sequence[Taper] = (), twin: CapturedModule | None = None) -> None:
+        """See a program; the parameters are those of its module, or of a twin of that."""
+        module, network = twin or program.module(), program.network
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         result = graph.graph_copy(module.graph, copies)
@@ -81,6 +84,15 @@ class View(Parts):
         if self._spec is not None:
             outputs = pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[arg-type]
         return ViewOutput(outputs, states, torch.stack(found).mean() if found else None)
+
+    def first(self, name: str) -> str | None:
+        """Return the first of the names that a parameter has, None for a name of none."""
+        return self._named.get(name)
+
+    def sync(self, now: bool) -> None:
+        """Say whether the next backward shares its gradients with other processes, or adds them up here."""
+        if isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(now)
 
     def shared(self, node: fx.Node) -> Tensor:
         """Return what several parts read: the tapers' powers, or a parameter."""

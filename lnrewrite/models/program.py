@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -19,7 +19,7 @@ from ..backends.torch.capture import Capture, capture_module, export_again, quie
 from ..backends.torch.editor import FxEditor
 from ..backends.torch.fixed import fixed_paths
 from ..backends.torch.lift import lift
-from ..backends.torch.module import Called, CapturedModule, stored, with_plain_outputs
+from ..backends.torch.module import Called, CapturedModule, move, stored, with_plain_outputs
 from ..backends.torch.widened import is_narrow, worked_out
 from ..comparison.proving import Evidence, away, evidence
 from ..detect.arithmetic import Floats
@@ -104,6 +104,35 @@ class Program(GraphModel[torch.Tensor]):
     def _held(self, param: str) -> torch.Tensor | None:
         return stored(self._capture.module, param)
 
+    @property
+    def empty(self) -> bool:
+        """Return whether the module holds no numbers: its parameters are on the meta device."""
+        return any(p.is_meta for p in self._capture.module.parameters())
+
+    def dtype(self, param: str) -> torch.dtype:
+        """Return the dtype in which a parameter is stored."""
+        return self._known(param).dtype
+
+    def rows(self, param: str, which: slice) -> torch.Tensor:
+        """Return some of a parameter's rows, or all of one that has no axes."""
+        held = self._known(param).detach()
+        return held[which] if held.dim() else held
+
+    def remade(self, change: Callable[[str, torch.Tensor], torch.Tensor], onto: torch.device | None = None) -> Program:
+        """Return this model with other parameters, by name and what they were; it shares all else, and ties stay.
+
+        onto: where what the graph makes of nothing is made from then on.
+        """
+        mine = self._capture.module
+        made = {id(b): b for b in mine.buffers()}
+        for name, parameter in mine.named_parameters():
+            made[id(parameter)] = nn.Parameter(change(name, parameter), parameter.is_floating_point())
+        with quiet():
+            module = copy.deepcopy(mine, made)
+        if onto is not None:
+            move(module, onto)
+        return Program(replace(self._capture, module=module), format=self.format, tokenizer=self.tokenizer)
+
     def shape(self, param: str) -> tuple[int, ...]:
         """Return a parameter's shape."""
         return tuple(self._known(param).shape)
@@ -122,7 +151,7 @@ class Program(GraphModel[torch.Tensor]):
         """Make up eight batches of inputs like the example inputs."""
         from ..data.batches import synthetic
 
-        if any(p.is_meta for p in self._capture.module.parameters()):
+        if self.empty:
             why = "the model is on the meta device and holds no numbers"
             raise LnrewriteError(Code.LN026, "calibration", why, "load its weights first")
         example = {k: v for k, v in self.example_inputs().items() if isinstance(v, torch.Tensor)}
@@ -174,7 +203,7 @@ class Program(GraphModel[torch.Tensor]):
         return limits
 
     def _evidence(self, seed: int) -> Evidence | None:
-        if any(p.is_meta for p in self._capture.module.parameters()):
+        if self.empty:
             return None
         return evidence(self.module(), self.trials(seed)) or evidence(self.module(), [self.example_inputs()])
 

@@ -233,6 +233,20 @@ def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) 
     holder.register_parameter(leaf, parameter)
 
 
+def move(module: CapturedModule, device: torch.device) -> None:
+    """Make a graph put on a device what it makes of nothing: ranges, masks, constants."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = (_on(value, device) for value in (node.args, node.kwargs))
+            if (args, kwargs) != (node.args, node.kwargs):
+                node.args, node.kwargs = args, kwargs
+    module.recompile()
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return fx.node.map_aggregate(value, lambda v: device if isinstance(v, torch.device) else v)
+
+
 def with_plain_outputs(module: CapturedModule) -> CapturedModule:
     """Return the module giving a plain dict where it gave a library's output class, so that torch alone can load it."""
     spec = output_tree(module)
