@@ -29,6 +29,7 @@ from .files import read_tensors
 
 BATCH = 8  # samples of a batch, where the model leaves their number free
 LENGTH = 128  # tokens of a text sample, where the model leaves their number free
+EIGHTHS = 8  # batches, where there are so many samples: an eighth is held out of a fit
 _LIMIT = 1024  # batches; an endless iterable ends here
 READ = (".npz", ".npy", ".pt", ".safetensors", ".txt")
 """The files that DATA may be."""
@@ -47,7 +48,7 @@ class HasSpec(Protocol):
     def spec(self) -> InputSpec: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-    def module(self) -> torch.nn.Module: ...
+    def call(self, batch: protocols.Batch) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -98,19 +99,22 @@ class Data:
             raise self.bad(f"{path.suffix or 'no suffix'} is not a known form of data", f"give one of {known}")
         return path
 
-    def batches(self, seed: int, limit: int = _LIMIT) -> list[Tensors]:
-        """Read at most `limit` batches; `seed` orders the windows of a text. Raises LnrewriteError LN022."""
+    def batches(self, seed: int, limit: int = _LIMIT, least: int = 1) -> list[Tensors]:
+        """Read at most `limit` batches, and `least` where there are samples for as many and their number is free.
+
+        `seed` orders the windows of a text. Raises LnrewriteError LN022.
+        """
         if not self.spec.inputs:
             raise self.bad("the model takes no tensors", "run without data")
         if self.importable:
             return [self.fitted(item) for item in self.imported(limit)]
         path = self.path
         if path.suffix != ".txt":
-            return self._cut(self.fitted(read_tensors(path, Code.LN022)))[:limit]
+            return self._cut(self.fitted(read_tensors(path, Code.LN022)), least)[:limit]
         arrays = self.text_rows(path)
         count = len(next(iter(arrays.values())))
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        return self._cut(self.fitted({name: value[order] for name, value in arrays.items()}))[:limit]
+        return self._cut(self.fitted({name: value[order] for name, value in arrays.items()}), least)[:limit]
 
     def fitted(self, held: object) -> Tensors:
         """Return what a file or an item of an iterable holds as the model takes it; the first axis counts samples."""
@@ -119,7 +123,7 @@ class Data:
         check_numbers(self.spec, found, what)
         return found
 
-    def _cut(self, arrays: Tensors) -> list[Tensors]:
+    def _cut(self, arrays: Tensors, least: int) -> list[Tensors]:
         """Split arrays along axis 0; a remainder that a fixed batch size cannot hold is left out."""
         counts = {name: len(t) if t.dim() else 1 for name, t in arrays.items()}
         if len(set(counts.values())) > 1:
@@ -279,10 +283,9 @@ def check_data(data: str) -> None:
 def calibration_for(program: HasSpec, data: str, seed: int = 0) -> list[Tensors]:
     """Read DATA for a program and run its module on the first batch. Raises LnrewriteError LN022 where that fails."""
     held = Data.of(program, data)
-    batches = held.batches(seed, 64)
+    batches = held.batches(seed, 64, least=EIGHTHS)
     try:
-        with torch.no_grad():
-            program.module()(**batches[0])
+        program.call(batches[0])
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:
         if path := other_path(error):
             raise elsewhere(f"data {data!r}", path) from error
