@@ -29,7 +29,7 @@ from ..ir.inputs import InputSpec, plain_content
 from ..live.ports import children
 from ..loading.checkpoint import empty_model
 from ..loading.open import tokenizer_of
-from ..loading.source import Source
+from ..loading.source import Format, Source
 from ..models.calibration import See
 from ..models.program import Program, check_values
 from ..models.sampling import Sampled
@@ -67,6 +67,7 @@ class OnDisk:
 def on_disk(source: Source, shapes: Shapes) -> OnDisk | None:
     """Capture a folder's model without its weights; None where the folder does not hold them as the network names them.
 
+    Also where the model makes constants as it runs, which are lost without a device that holds numbers.
     shapes: what is dynamic, as `capture_module` takes it. Raises LnrewriteError LN024 where a weight is NaN or
     infinite, and what capturing raises.
     """
@@ -87,7 +88,7 @@ def on_disk(source: Source, shapes: Shapes) -> OnDisk | None:
     taken = capture_module(module, (), inputs, shapes, lambda a, k: children(module, a, k))
     store = Store({n: weights.files[key] for n, key in weights.keys.items()}, buffers)
     program = StoredProgram(taken, store, format=source.format, tokenizer=tokenizer_of(source))
-    return OnDisk(module, weights, program, dtype, inputs)
+    return OnDisk(module, weights, program, dtype, inputs) if program.whole else None
 
 
 def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
@@ -96,12 +97,31 @@ def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
     return max(floats, key=lambda where: prod(where.shape)).dtype if floats else torch.float32
 
 
+def stored_program(source: Source) -> StoredProgram | None:
+    """Capture a large folder's model with its weights on disk; None for a small one, and what runs in memory alone.
+
+    That is what chooses its path by its data. Raises as `on_disk`.
+    """
+    if source.format is not Format.TRANSFORMERS or source.how.device != "cpu" or not is_large(source):
+        return None
+    held = on_disk(source, None)
+    return None if held is None or held.program.fixed_paths else held.program
+
+
 class StoredProgram(Program):
     """Hold a model that was captured without its weights: they are read from the folder when something asks."""
 
     def __init__(self, capture: Capture, store: Store, **how: Any) -> None:
         super().__init__(capture, **how)
         self.store, self.names = store, parameter_names(capture.module)
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all numbers that the graph reads are here or on disk."""
+        module = self._capture.module
+        read = {str(n.target) for n in module.graph.find_nodes(op="get_attr")}
+        lost = {n for n in read if (held := stored(module, n)) is not None and held.is_meta}
+        return all(self.names[n] in self.store.files or self.names[n] in self.store.held for n in lost)
 
     def _held(self, param: str) -> torch.Tensor | None:
         return None if stored(self._capture.module, param) is None else self.read(param)

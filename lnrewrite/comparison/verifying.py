@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -34,6 +34,9 @@ ACROSS = 2e-5
 
 HALF = 2e-2
 """The largest relative error between two ways to compute a model in float16 or bfloat16."""
+
+CHUNK = 1 << 21
+"""How many numbers of an output are compared at a time."""
 
 AS_WRITTEN = "as written"
 """What a model computes in that nothing is asked of."""
@@ -167,16 +170,15 @@ def measured(first: Runnable, second: Runnable, batches: Sequence[Batch], held_o
                     raise
                 off.append(path)
                 continue
-            for x, y in zip(floats(one), floats(two), strict=True):
-                x, y = x.double(), y.double()
+            for x, y in (rows for pair in zip(floats(one), floats(two), strict=True) for rows in _rows(*pair)):
                 sums += torch.stack([((x - y) ** 2).sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()])
             p, q = logits(one), logits(two)
             if p is not None and q is not None:
-                p, q = p.double().flatten(0, -2), q.double().flatten(0, -2)
-                lp, lq = p.log_softmax(-1), q.log_softmax(-1)
-                kl += (lp.exp() * (lp - lq)).sum().item()
-                agree += int((p.argmax(-1) == q.argmax(-1)).sum())
-                rows += len(p)
+                for lp, lq in ((x.log_softmax(-1), y.log_softmax(-1)) for x, y in _rows(p, q)):
+                    kl += (lp.exp() * (lp - lq)).sum().item()
+                    agree += int((lp.argmax(-1) == lq.argmax(-1)).sum())
+                    rows += len(lp)
+            del one, two, p, q
     if len(off) == len(batches):
         raise elsewhere("the result", off[0])
     difference, aa, ab, bb = sums.tolist()
@@ -189,6 +191,15 @@ def measured(first: Runnable, second: Runnable, batches: Sequence[Batch], held_o
         top1_agreement=agree / rows if rows else None,
         off_path=len(off),
     )
+
+
+def _rows(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield two outputs [..., channels] in float64, some rows at a time: logits are large."""
+    if x.dim() < 2 or not x.numel():
+        yield x.double(), y.double()
+        return
+    pairs = (t.flatten(0, -2).split(max(1, CHUNK // t.shape[-1])) for t in (x, y))
+    yield from ((a.double(), b.double()) for a, b in zip(*pairs, strict=True))
 
 
 @runtime_checkable

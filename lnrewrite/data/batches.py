@@ -133,6 +133,7 @@ class Data:
         fixed = {each.shape[0] for each in self.spec if each.dims and 0 not in each.free}
         total = next(iter(counts.values()))
         size = min(fixed) if fixed else max([BATCH, *(each.shape[0] for each in self.spec if each.dims)])
+        size = size if fixed else max(1, min(size, -(-total // least)))
         if fixed and total < size:
             raise self.bad(f"it holds {total} samples and the model takes batches of {size}", "give more samples")
         starts = range(0, total - size + 1 if fixed else total, size)

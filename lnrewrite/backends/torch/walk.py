@@ -1,4 +1,4 @@
-"""Take a captured model through data a part at a time: no more than one part is run, or has its weights here, at once."""
+"""Take a captured model through data a part at a time: only one part is run, or has its weights here, at once."""
 
 from __future__ import annotations
 
@@ -128,10 +128,17 @@ class Walk:
             ended += [v for n, v in values.items() if n.name == end]
             for node in step.drops:
                 values.pop(node, None)
-        for held in ("body", "shared"):
-            self.__dict__.pop(held, None)
+        self._drop()
         self.index += 1
         return ended
+
+    def _drop(self) -> None:
+        """Give back the memory of the next part's copies: a graph module is held in circles, its tensors go by hand."""
+        body = self.__dict__.pop("body", None)
+        self.__dict__.pop("shared", None)
+        if body is not None and body is not self.stored:
+            for held in (*body.parameters(), *body.buffers()):
+                held.data = held.data.new_empty(0)
 
     def results(self) -> list[object]:
         """Go to the end, and return the model's trees of outputs, one for each batch."""
