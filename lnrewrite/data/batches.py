@@ -243,8 +243,9 @@ def load_data(
     byte_level: bool = False,
     length: int | None = None,
     limit: int = _LIMIT,
+    least: int = 1,
 ) -> list[Tensors]:
-    """Read DATA as at most `limit` batches of keyword tensors named and shaped like `example`; see `Data`.
+    """Read DATA as at most `limit` batches of keyword tensors named and shaped like `example`; see `Data.batches`.
 
     `dynamic` names the axes of each input whose size is free; None: every batch axis and every axis of integer inputs
     is, and a window of a text is as long as the example. Raises LnrewriteError LN022 with what was expected and what
@@ -253,7 +254,7 @@ def load_data(
     found = Data(data, spec_of(example, dynamic), tokenizer_folder, byte_level, length)
     if dynamic is None:
         found = replace(found, length=replace(found, spec=spec_of(example, {})).window)
-    return found.batches(seed, limit)
+    return found.batches(seed, limit, least)
 
 
 def reader_of(
