@@ -35,7 +35,7 @@ FOLDERS = list(
 
 @pytest.mark.parametrize("name", rows(NETS, sample=NETS[::29]))
 def test_a_walk_sees_what_a_run_of_the_whole_records(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one sum's samples are held at a time, and where they are asked for again from the last to the first."""
+    """Also where one sum's samples are held at a time, and where they are asked for again, last first."""
     program, inputs = zoo.captured(name)
     batches = [inputs, inputs]
     wanted = collect(program.network, program._record, batches)

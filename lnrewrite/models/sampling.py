@@ -21,8 +21,10 @@ from ..errors import Code, LnrewriteError, words
 from ..ir import Network
 from ..pipeline.protocols import Batch, Samples
 from ..quiet import LOGGER
-from .calibration import BYTES, finite, nodes_of, rows_of
+from .calibration import finite, nodes_of, rows_of
 
+BYTES = 1 << 28
+"""How much memory the samples of several sums may take; those of one take what they need."""
 TOKENS = 4096
 """So many tokens are kept whatever a model's width, if the data have them."""
 KINDS = 6
@@ -107,12 +109,14 @@ class Sampled(Mapping[str, Samples]):
 
     def _hold(self, block: str) -> None:
         """Make a block's samples; those of earlier sums go where there is no room for both."""
-        arrays = {n: self._array(n) for n in dict.fromkeys(n for n, _ in self.nodes[block].values()) if n in self.kept}
+        names = [n for n in dict.fromkeys(n for n, _ in self.nodes[block].values()) if n in self.kept]
+        needed = sum(8 * value.numel() for n in names for value in self.kept[n].values())
+        beside = [b for b in self.held if self.ends[b] != self.ends[block]]
+        while beside and needed + sum(map(_size, self.held.values())) > BYTES:
+            del self.held[beside.pop(0)]
+        arrays = {n: self._array(n) for n in names}
         finite(arrays)
         self.held[block] = Samples(**{k: arrays.get(n) for k, (n, _) in self.nodes[block].items()})  # type: ignore[arg-type]
-        beside = [b for b in self.held if self.ends[b] != self.ends[block]]
-        while beside and sum(map(_size, self.held.values())) > BYTES:
-            del self.held[beside.pop(0)]
 
     def _array(self, name: str) -> Floats:
         """Return all rows of a value; what another block of the same sum holds already is not made again."""
