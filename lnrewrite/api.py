@@ -71,19 +71,6 @@ def load_source(source: Source) -> Program | OnnxProgram:
     return capture_opened(source, open_module(source))
 
 
-def load_to_look(source: Source) -> Program | OnnxProgram:
-    """Open and capture what `identify` found as it is inspected and compared: a large folder without its weights.
-
-    They are read from disk part by part. Raises as `load_source`.
-    """
-    if source.format is Format.TRANSFORMERS and source.how.factory is None:
-        from .checkpoints.streaming import stored_program
-
-        if (found := stored_program(source)) is not None:
-            return found
-    return load_source(source)
-
-
 def load_to_export(
     source: Source, kv_cache: bool | None = None, folder: bool = False
 ) -> Program | OnnxProgram | EncoderDecoder:

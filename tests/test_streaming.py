@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.api import load_to_look
+from lnrewrite.api import load_source
 from lnrewrite.checkpoints import streaming
 from lnrewrite.comparison.verifying import compare
 from lnrewrite.data.batches import load_data
@@ -88,7 +88,8 @@ def weights(at: Path) -> dict[str, Tensor]:
 
 
 def looked_at(at: Path) -> Any:
-    return load_to_look(identify(at, OpenOptions(None, False, False, None, "cpu", 0)))
+    source = identify(at, OpenOptions(None, False, False, None, "cpu", 0))
+    return streaming.stored_program(source) or load_source(source)
 
 
 @pytest.mark.parametrize("dtype", rows(["float32", "bfloat16"], sample=["float32"]))

@@ -40,14 +40,13 @@ from .shards import Stored
 from .stored import Store, StoredEditor
 from .writing import Weights, held_by
 
-LARGE = 2**28
-"""Of a folder with more parameters the weights are read part by part, also where a model is run on data."""
+LARGE = 1 << 30
+"""Of a folder with more bytes of weights these are read part by part, also where a model is run on data."""
 
 
 def is_large(source: Source) -> bool:
     """Return whether a folder's weights stay on disk when its model is run."""
-    files = [held_by(path) for path in source.file.glob("*.safetensors")]
-    return sum(prod(where.shape) for held in files for where in held.values()) > LARGE
+    return sum(path.stat().st_size for path in source.file.glob("*.safetensors")) > LARGE
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,12 @@ def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
 
 
 def stored_program(source: Source) -> StoredProgram | None:
-    """Capture a large folder's model with its weights on disk; None for a small one, and what runs in memory alone.
+    """Capture a large folder's model with its weights on disk; None for all else, and for what runs in memory alone.
 
     That is what chooses its path by its data. Raises as `on_disk`.
     """
-    if source.format is not Format.TRANSFORMERS or source.how.device != "cpu" or not is_large(source):
+    how = source.how
+    if source.format is not Format.TRANSFORMERS or how.factory or how.device != "cpu" or not is_large(source):
         return None
     held = on_disk(source, None)
     return None if held is None or held.program.fixed_paths else held.program

@@ -196,13 +196,14 @@ def verify(reference: str, candidate: str, tolerance: str | None, how: OpenOptio
 
     sources = identify(reference, how), identify(candidate, how)  # a missing file is told before anything is captured
     with screen.working(f"capturing {reference}"):
-        from ..api import load_to_look
+        from ..api import load_source
+        from ..checkpoints.streaming import stored_program
         from ..comparison.verifying import check_tolerance, compare
 
         check_tolerance(tolerance)
-        first = load_to_look(sources[0])
+        first = stored_program(sources[0]) or load_source(sources[0])
         LOGGER.info(f"capturing {candidate}")
-        second = load_to_look(sources[1])
+        second = stored_program(sources[1]) or load_source(sources[1])
         LOGGER.info("running both")
         found = compare(first, second, tolerance, how.seed)
     screen.answer(found.to_dict(), lambda: comparison(found.to_dict()), found.verdict)
