@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, fx, nn
 
+from ...compat.memory import give_back
 from ...compat.torch import pytree
 from ...pipeline.protocols import Batch
 from .feeding import flat_inputs
@@ -139,6 +140,8 @@ class Walk:
         if body is not None and body is not self.stored:
             for held in (*body.parameters(), *body.buffers()):
                 held.data = held.data.new_empty(0)
+        if self.read is not None:
+            give_back()
 
     def results(self) -> list[object]:
         """Go to the end, and return the model's trees of outputs, one for each batch."""
