@@ -24,6 +24,7 @@ from ..comparison.proving import Evidence, away, evidence
 from ..comparison.verifying import measured
 from ..data.infer import given_inputs, infer_inputs
 from ..detect.arithmetic import Floats
+from ..errors import Code, LnrewriteError
 from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec, plain_content
 from ..live.ports import children
@@ -67,8 +68,9 @@ def on_disk(source: Source, shapes: Shapes) -> OnDisk | None:
     """Capture a folder's model without its weights; None where the folder does not hold them as the network names them.
 
     Also where the model makes constants as it runs, which are lost without a device that holds numbers.
-    shapes: what is dynamic, as `capture_module` takes it. Raises LnrewriteError LN024 where a weight is NaN or
-    infinite, and what capturing raises.
+    shapes: what is dynamic, as `capture_module` takes it; None finds out, and gives None where the model cannot be
+    captured without its weights. Raises LnrewriteError LN024 where a weight is NaN or infinite, and what capturing
+    raises.
     """
     paths = sorted(source.file.glob("*.safetensors"))
     if not paths:
@@ -83,8 +85,13 @@ def on_disk(source: Source, shapes: Shapes) -> OnDisk | None:
         check_values(name, weights.files[key].rows())
     buffers = {n: b.clone() for n, b in module.named_buffers()}
     module.to("meta")
-    inputs = dict((given_inputs(module, source.how) or infer_inputs(module, source.how.seed)).kwargs)
-    taken = capture_module(module, (), inputs, shapes, lambda a, k: children(module, a, k))
+    try:
+        inputs = dict((given_inputs(module, source.how) or infer_inputs(module, source.how.seed)).kwargs)
+        taken = capture_module(module, (), inputs, shapes, lambda a, k: children(module, a, k))
+    except LnrewriteError as error:
+        if shapes is None and error.code in (Code.LN020, Code.LN023):  # with its weights it may run, and be captured
+            return None
+        raise
     store = Store({n: weights.files[key] for n, key in weights.keys.items()}, buffers)
     program = StoredProgram(taken, store, format=source.format, tokenizer=tokenizer_of(source))
     return OnDisk(module, weights, program, dtype, inputs) if program.whole else None
