@@ -64,8 +64,10 @@ def rewrite_folder(source: Source, job: Job, output: str | os.PathLike[str], *, 
         found = _streamed(source, plain, exact)
     if found is None:
         LOGGER.info(f"loading {source.name}")
-        found = _loaded(source, job)
+        found = _loaded(source, plain)
     report, done = found
+    if job.read and plain.pipeline != job.pipeline:
+        report = replace(report, notes=(*report.notes, UNFITTED))
     job.check(source.name, report)
     write_checked(target, source.file, done, str(job.pipeline), force)
     return replace(report, output=str(target))
@@ -94,8 +96,7 @@ def _streamed(source: Source, job: Job, exact: bool) -> tuple[Report, Done] | No
     module, program, weights, dtype = held.module, held.program, held.weights, held.dtype
     result = job.run(program, None if exact else job.batches(program))
     note = "the weights were streamed; lnrewrite verify compares the two folders"
-    notes = (note,) if exact or not job.read else (note, UNFITTED)
-    report = replace(result.report, notes=(*result.report.notes, *notes))
+    report = replace(result.report, notes=(*result.report.notes, note))
     recipe = difference(module, program, result.program) if result.program is not program else Recipe(module)
     restructure(module, recipe)
     after = result.program
