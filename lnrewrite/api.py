@@ -316,7 +316,7 @@ def convert(
     calibrate: Iterable[Batch] | None = None,
     norm: str = "auto",
     blocks: str | None = None,
-    fit: str = "reconstruct",
+    fit: str = "auto",
     keep_sizes: bool = False,
     partial: bool = False,
     seed: int = 0,

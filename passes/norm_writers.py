@@ -51,12 +51,12 @@ class NormWriters(Pass):
 
     norm: Literal["auto", "layer", "rms"] = "auto"
     blocks: str | None = None
-    fit: Literal["reconstruct", "constants"] = "reconstruct"
+    fit: Literal["auto", "reconstruct", "constants"] = "auto"
 
     @property
     def plainer(self) -> Pass | None:
         """Return the pass with constants alone, where this one has the branches' weights fitted."""
-        return replace(self, fit="constants") if self.fit == "reconstruct" else None
+        return replace(self, fit="constants") if self.fit != "constants" else None
 
     def plan(self, stream: Stream, context: Context) -> Proposal:
         """Propose a norm for each block that has none before its last map."""

@@ -93,7 +93,7 @@ class Place(Pass):
     to: Literal["pre", "post", "peri", "output", "none", "mix"]
     norm: Literal["auto", "layer", "rms"] = "auto"
     blocks: str | None = None
-    fit: Literal["reconstruct", "constants"] = "reconstruct"
+    fit: Literal["auto", "reconstruct", "constants"] = "auto"
     keep_sizes: bool = False
     plain_skips: bool = False
     post: str = FIRST
@@ -101,7 +101,7 @@ class Place(Pass):
     def __post_init__(self) -> None:
         if self.post != FIRST and self.to != "mix":
             raise ValueError("post is for to=mix alone; blocks= selects what is converted")
-        if self.keep_sizes and (self.to, self.norm, self.fit) != ("pre", "auto", "reconstruct"):
+        if self.keep_sizes and (self.to, self.norm, self.fit) != ("pre", "auto", "auto"):
             raise ValueError("keep-sizes is for to=pre alone; it puts in the norms that there are, and fits nothing")
         if self.plain_skips and (self.keep_sizes or self.to != "pre"):
             raise ValueError("plain-skips is for to=pre alone, and without keep-sizes")
@@ -119,7 +119,7 @@ class Place(Pass):
     @property
     def plainer(self) -> Pass | None:
         """Return the conversion with constants alone, where this one has the branches' weights fitted."""
-        return replace(self, fit="constants") if self.fit == "reconstruct" and not self.keep_sizes else None
+        return replace(self, fit="constants") if self.fit != "constants" and not self.keep_sizes else None
 
     def plan(self, stream: Stream, context: Context) -> Proposal:
         """Return the edits that take the selected blocks of a stream to `to`."""
@@ -145,7 +145,7 @@ class Place(Pass):
             return Proposal((), tuple(refusals), tuple(skipped))
         norms = (site.norm for _, site in stream.sites() if site.where is not Where.INNER)
         kind, eps, beta = usual_norm(norms, self.norm)
-        offset = OFFSET if self.fit == "reconstruct" and context.fits else 0.0
+        offset = OFFSET if self.fit != "constants" and context.fits else 0.0
         conversion = Conversion(stream, context, {b.name: wanted[b.name] for b in moving}, kind, eps, beta, offset)
         conversion.plain = self.plain_skips
         edits = conversion.edits()

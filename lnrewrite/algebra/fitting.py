@@ -54,17 +54,25 @@ def fit(base: Floats, target: Floats, weight: Floats, shift: bool = False) -> Fi
     Weighted least squares: scale = E[w t b] / E[w b^2], with a shift Cov / Var (normalization reference E.2). The error
     is E[w |t - fit|^2] / E[w |t|^2] over the tokens that weigh anything.
     """
-    w = (weight / max(weight.sum(), 1e-300))[:, None]
-    zero = np.zeros(base.shape[-1])
-    mean_b, mean_t = ((w * base).sum(0), (w * target).sum(0)) if shift else (zero, zero)
-    b, t = base - mean_b, target - mean_t
-    power = (w * b * b).sum(0)
-    scale = np.where(power > 0, (w * b * t).sum(0) / np.where(power > 0, power, 1.0), 1.0)
-    offset = mean_t - scale * mean_b if shift else None
-    value = scale * base + (offset if offset is not None else 0.0)
-    total = float((w * target * target).sum())
-    error = float((w * (target - value) ** 2).sum()) / total if total else 0.0
-    return Fit(scale, offset, error, value)
+    w = weight / max(weight.sum(), 1e-300)
+    b, t, offset = base, target, None
+    if shift:
+        mean_b, mean_t = w @ base, w @ target
+        b, t = base - mean_b, target - mean_t
+    power = _weighed(b, b, w)
+    scale = np.where(power > 0, _weighed(b, t, w) / np.where(power > 0, power, 1.0), 1.0)
+    value = scale * base
+    if shift:
+        offset = mean_t - scale * mean_b
+        value += offset
+    total, rest = float(_weighed(target, target, w).sum()), target - value
+    return Fit(scale, offset, float(_weighed(rest, rest, w).sum()) / total if total else 0.0, value)
+
+
+def _weighed(x: Floats, y: Floats, weight: Floats) -> Floats:
+    """Return E[w x y] per channel; no more than one array of their size is made."""
+    product = x * y
+    return np.asarray(weight @ product)
 
 
 def mix(base: Floats, target: Floats, weight: Floats, shift: bool = False) -> Fit | None:
@@ -111,8 +119,11 @@ def metric(f: Floats, weight: Floats, steps: int = 200) -> Floats:
     """
     power = (f * f).mean(-1)
     w = weight * power / max(float((weight * power).sum()), 1e-300)
-    z = f * f / max(float((w * power).sum()) * f.shape[1], 1e-300)
-    gram, goal = (z * w[:, None]).T @ z, (z * w[:, None]).sum(0)
+    z = f * f
+    z /= max(float((w * power).sum()) * f.shape[1], 1e-300)
+    weighed = z * w[:, None]
+    gram, goal = weighed.T @ z, weighed.sum(0)
+    del z, weighed
     ridge = float(np.trace(gram)) / len(gram)
     q = np.ones(len(gram))
     top = np.ones(len(gram))

@@ -34,7 +34,7 @@ from ..ir import (
     Where,
 )
 from ..pipeline.protocols import Context, Samples
-from .fitting import Fit, Floats, careful_eps, fit, metric, mix, offset, size, spread, unit, usual
+from .fitting import Floats, careful_eps, fit, metric, mix, offset, size, spread, unit, usual
 
 WRITABLE = {Kind.LAYER, Kind.RMS}
 """The kinds of norm that can be put in or taken out."""
@@ -102,7 +102,8 @@ class Conversion:
                     return found
             found += self.sum(group, samples, last=index == len(sums) - 1)
             if index + 1 < len(sums):
-                self.follow(group[-1], samples[group[-1].name], sums[index + 1][0], samples[sums[index + 1][0].name])
+                total, onward = samples[group[-1].name].total, sums[index + 1][0]
+                self.follow(group[-1], total, onward, samples[onward.name].state)
         return found
 
     @property
@@ -120,14 +121,13 @@ class Conversion:
 
     def sum(self, group: list[Block], samples: Mapping[str, Samples], last: bool) -> list[Edit]:
         """Return the edits of the branches of one sum, and take the trunk through it."""
-        done: dict[str, tuple[list[Operation], list[Fit]]] = {}
+        done: dict[str, tuple[list[Operation], list[float]]] = {}
         factor, more = _kept(group, samples)
         skip = factor * self.trunk + more
-        total = sum(samples[b.name].total for b in group[:1]) * self.ratio[:, None]
-        weight = 1 / np.maximum((total**2).mean(-1), 1e-300)
+        weight = 1 / np.maximum((size(samples[group[0].name].total) * self.ratio) ** 2, 1e-300)
         for block in group:
             operations: list[Operation] = []
-            fits: list[Fit] = []
+            fits: list[float] = []
             self.read(block, samples[block.name], operations, fits)
             if block is group[0] and self.carried and (self.carried.gamma or self.carried.beta):
                 after = fit(
@@ -136,7 +136,7 @@ class Conversion:
                     1 / self.ratio**2,
                     shift=bool(self.carried.beta),
                 )
-                fits.append(after)
+                fits.append(after.error)
                 if self.plain:
                     self.basis, self.shift = after.scale, self.shift if after.shift is None else after.shift
                 else:
@@ -148,11 +148,11 @@ class Conversion:
         self.after(group[-1], samples[group[-1].name], last, *done[group[-1].name])
         return [self.edit(b, *done[b.name], samples[b.name]) for b in group if done[b.name][0]]
 
-    def edit(self, block: Block, operations: list[Operation], fits: list[Fit], seen: Samples) -> Edit:
+    def edit(self, block: Block, operations: list[Operation], fits: list[float], seen: Samples) -> Edit:
         r = size(seen.branch)
         cv = float(r.var() / max((r * r).mean(), 1e-300))
         note = f"spread of the branch's size CV^2/(1+CV^2) {cv:.3g}"
-        return Edit(block.name, tuple(operations), max((f.error for f in fits), default=0.0), note)
+        return Edit(block.name, tuple(operations), max(fits, default=0.0), note)
 
     def norm(self, block: Block, eps: float) -> Norm:
         """Return a norm without gain over the block's channels."""
@@ -161,7 +161,7 @@ class Conversion:
     def vector(self, values: Floats | None) -> Vector | None:
         return None if values is None else self.vectors.add(np.ascontiguousarray(values))
 
-    def read(self, block: Block, seen: Samples, operations: list[Operation], fits: list[Fit]) -> None:
+    def read(self, block: Block, seen: Samples, operations: list[Operation], fits: list[float]) -> None:
         """Keep what the branch reads as it was: keep, insert, take over or remove its in norm."""
         site = block.at(Where.IN)
         if self.turns(block, Where.IN, on=True):
@@ -173,7 +173,7 @@ class Conversion:
             operations.append(
                 SetNorm(Where.IN, self.norm(block, self.eps), self.vector(found.scale), self.vector(found.shift))
             )
-            fits.append(found)
+            fits.append(found.error)
         elif self.turns(block, Where.IN, on=False) and site:
             shared = site.origin[-1] in self.folded
             operations += [] if shared else [SetNorm(Where.IN, None)]
@@ -183,7 +183,13 @@ class Conversion:
             self.compensate(block, site, seen, operations, fits, False)
 
     def compensate(
-        self, block: Block, site: Site | None, seen: Samples, operations: list[Operation], fits: list[Fit], shared: bool
+        self,
+        block: Block,
+        site: Site | None,
+        seen: Samples,
+        operations: list[Operation],
+        fits: list[float],
+        shared: bool,
     ) -> None:
         """Make the readers see scale * trunk + shift: folded into them where that is whole, else as an operation."""
         readers = site.readers if site else block.readers
@@ -198,13 +204,13 @@ class Conversion:
             mixing = whole and not any(r.apart for r in readers)
             if mixing and (dense := mix(self.trunk, seen.read, weight, self.beta)):
                 found = dense
-            fits.append(found)
+            fits.append(found.error)
             scale, shift = self.vector(found.scale), self.vector(found.shift)
         if not (whole and shared):
             operations += reading(block, site, scale, shift)
 
     def write(
-        self, block: Block, seen: Samples, weight: Floats, operations: list[Operation], fits: list[Fit]
+        self, block: Block, seen: Samples, weight: Floats, operations: list[Operation], fits: list[float]
     ) -> Floats:
         """Keep what the branch adds as it was, in the trunk's new size; return what it adds."""
         goal = (seen.branch * self.ratio[:, None] + self.shift) / self.basis
@@ -233,7 +239,7 @@ class Conversion:
             self.rescale(block, found.scale, found.shift, operations)
         else:
             return goal
-        fits.append(found)
+        fits.append(found.error)
         return found.value
 
     def shifts(self, block: Block) -> bool:
@@ -254,7 +260,7 @@ class Conversion:
         """Make the branch end in by * f + plus: in its writers where that is whole, else as an operation."""
         operations += writing(block, self.vector(by), self.vector(plus))
 
-    def after(self, block: Block, seen: Samples, last: bool, operations: list[Operation], fits: list[Fit]) -> None:
+    def after(self, block: Block, seen: Samples, last: bool, operations: list[Operation], fits: list[float]) -> None:
         """Take the trunk through the norm after a sum: kept, put on, or taken off."""
         site = block.at(Where.POST)
         self.carried, self.unit = None, False
@@ -263,7 +269,7 @@ class Conversion:
                 return
             if last:
                 found = fit(unit(self.kind, self.trunk, self.eps), seen.total, usual(seen.total), self.beta)
-                fits.append(found)
+                fits.append(found.error)
                 operations.append(
                     SetNorm(Where.POST, self.norm(block, self.eps), self.vector(found.scale), self.vector(found.shift))
                 )
@@ -278,7 +284,7 @@ class Conversion:
         elif site and self.plain:
             wanted = self.value(site.norm, unit(site.norm.kind, seen.total, site.norm.eps))
             found = fit(unit(self.kind, self.trunk, self.eps), wanted, usual(wanted), self.beta)
-            fits.append(found)
+            fits.append(found.error)
             scale, shift = self.vector(found.scale), self.vector(found.shift)
             operations.append(SetNorm(Where.POST, self.norm(block, self.eps), scale, shift))
         elif site:
@@ -290,15 +296,14 @@ class Conversion:
         self.trunk = unit(self.kind, self.trunk, self.eps)
         self.unit = True
 
-    def follow(self, block: Block, seen: Samples, onward: Block, after: Samples) -> None:
+    def follow(self, block: Block, total: Floats, onward: Block, state: Floats) -> None:
         """Take the trunk along to the next sum, through a constant scale where the model has one."""
-        if block.at(Where.POST) or (
-            seen.total.shape == after.state.shape and np.allclose(seen.total, after.state, rtol=1e-4, atol=1e-6)
-        ):
+        same = total is state or total.shape == state.shape and np.allclose(total, state, rtol=1e-4, atol=1e-6)
+        if block.at(Where.POST) or same:
             return
-        if self.resized or len(after.state) != len(self.trunk):
+        if self.resized or len(state) != len(self.trunk):
             self.refuse(onward, Code.LN114, "the trunk is scaled or transformed between blocks")
-        self.trunk = after.state * 1.0
+        self.trunk = state * 1.0
 
 
 def _kept(group: list[Block], samples: Mapping[str, Samples]) -> tuple[Floats | float, Floats | float]:

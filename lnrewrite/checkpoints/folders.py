@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
-from typing import Any, Self
 
 import torch
 from torch import nn
 
-from ..backends.inputs import draw, spec_of
-from ..backends.rewriter import Rewriter
-from ..backends.torch.capture import Capture, capture_module, quiet
+from ..backends.torch.capture import capture_module, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.lift import parameter_names
-from ..backends.torch.module import CapturedModule, stored
-from ..backends.torch.widened import HALVES, Read, Widened, worked_out
-from ..comparison.proving import Evidence, away, evidence
+from ..backends.torch.module import CapturedModule
+from ..backends.torch.widened import HALVES, Read, Widened
 from ..compat.torch import tensors_in
 from ..data.infer import given_inputs, infer_inputs
-from ..detect.arithmetic import Floats
 from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
-from ..ir import Exactness, Kind, Proposal, Stream, Where
-from ..ir.inputs import InputSpec, plain_content
-from ..live.ports import children
+from ..ir import Exactness, Kind, Where
 from ..live.recipes import Recipe
 from ..live.rewriting import EXACT, ROUNDED, difference, restructure, rewrite
 from ..live.undoing import RECORD
@@ -36,108 +27,75 @@ from ..loading.checkpoint import empty_model
 from ..loading.identify import identify
 from ..loading.open import open_module
 from ..loading.source import Source
-from ..models.program import Program, check_values
+from ..models.program import Program
+from ..pipeline.base import Pass
+from ..pipeline.driver import Pipeline
 from ..pipeline.job import Job
+from ..pipeline.protocols import Proposer
 from ..pipeline.report import Report
-from ..pipeline.results import Gap
 from ..quiet import LOGGER
-from .shards import Stored
-from .stored import Store, StoredEditor
-from .writing import Done, Weights, check_room, held_by, write_checked
+from .stored import Store
+from .streaming import drawn, is_large, on_disk
+from .writing import Done, Weights, check_room, write_checked
 
-
-class StoredProgram(Program):
-    """Hold a model that was captured without its weights: they are read from the folder when something asks."""
-
-    def __init__(self, capture: Capture, store: Store, **how: Any) -> None:
-        super().__init__(capture, **how)
-        self.store, self.names = store, parameter_names(capture.module)
-
-    def _held(self, param: str) -> torch.Tensor | None:
-        return None if stored(self._capture.module, param) is None else self.read(param)
-
-    def _evidence(self, seed: int) -> Evidence | None:
-        given = _drawn(self.example_inputs(), self.id_limits(), seed)
-        return evidence(self.module(), [given], self.read)
-
-    def away(self, evidence: Evidence) -> Gap:
-        """Return how far this program's outputs are from another's evidence."""
-        return away(self.module(), evidence, self.read)
-
-    def _worked_out(self, name: str) -> Floats:
-        return self._array(worked_out(self.module(), name, self.read))
-
-    def read(self, param: str) -> torch.Tensor:
-        """Return a parameter's values from where they are stored."""
-        return self.store.read(self.names[param])
-
-    def dtype(self, param: str) -> torch.dtype:
-        """Return the dtype in which a parameter is stored."""
-        return self.store.form(self.names[param])[0]
-
-    def rows(self, param: str, which: slice) -> torch.Tensor:
-        """Return some of a parameter's rows from where they are stored."""
-        return self.store.rows(self.names[param], which)
-
-    @property
-    def narrow(self) -> bool:
-        """Return False: nothing is run on the weights, so that no drift is measured."""
-        return False
-
-    def apply(self, edits: Sequence[tuple[Stream, Proposal]], label: str, *, consume: bool = False) -> tuple[Self, int]:
-        """Carry the structure's edits out on a copy, and note those of the weights."""
-        module, store = copy.deepcopy(self._capture.module), self.store.fork()
-        vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
-        count = Rewriter(StoredEditor(module, store), self.graph, vectors).carry_out(edits, label)
-        capture = replace(self._capture, module=module)
-        return type(self)(capture, store, format=self.format, tokenizer=self.tokenizer), count
+UNFITTED = (
+    "the folder is large, so that constants alone were fitted to the data; with --fit reconstruct the weights of its "
+    "branches are, in memory: some eighty passes over the data, and several times the folder's size"
+)
 
 
 def rewrite_folder(source: Source, job: Job, output: str | os.PathLike[str], *, force: bool = False) -> Report:
     """Run a pipeline on a transformers checkpoint folder and write a folder: shards, config, tokenizer, all of it.
 
-    Where the passes look at no activations, the weights are streamed: one shard's changed tensors are in memory at a
-    time. Else the model is loaded and rewritten in place (see `rewrite`), and what was written is loaded again and
-    compared. A result that is not an architecture of transformers' own gets a modeling file: it needs
+    Where the passes look at no activations, or the folder is large, the weights are streamed: those of one part of the
+    model are in memory at a time. Else the model is loaded and rewritten in place (see `rewrite`), and what was written
+    is loaded again and compared. Weights of branches are fitted in memory alone: of large folders where that is asked
+    for (fit=reconstruct). A result that is not an architecture of transformers' own gets a modeling file: it needs
     `trust_remote_code=True` to load, and not lnrewrite. Written whole or not at all.
     Raises Refused, LnrewriteError LN025, LN033, LN310, LN313, and what opening the folder raises.
     """
     target = check_folder(output, source.file, force)
     check_room(target, source.file)
-    found = None
-    if all(item.exactness < Exactness.CALIBRATED and not item.needs_data for item in job.pipeline.passes):
-        found = _streamed(source, job)
+    exact = all(item.exactness < Exactness.CALIBRATED and not item.needs_data for item in job.pipeline.passes)
+    found, plain = None, job
+    if not exact and is_large(source):
+        plain = replace(job, pipeline=Pipeline(tuple(map(frugal, job.pipeline.passes))))
+    if exact or is_large(source) and not any(map(fits, plain.pipeline.passes)):
+        found = _streamed(source, plain, exact)
     if found is None:
         LOGGER.info(f"loading {source.name}")
-        found = _loaded(source, job)
+        found = _loaded(source, plain)
     report, done = found
+    if job.read and plain.pipeline != job.pipeline:
+        report = replace(report, notes=(*report.notes, UNFITTED))
     job.check(source.name, report)
     write_checked(target, source.file, done, str(job.pipeline), force)
     return replace(report, output=str(target))
 
 
-def _streamed(source: Source, job: Job) -> tuple[Report, Done] | None:
-    """Rewrite a model without its weights; None where the folder does not hold them as the network names them."""
-    paths = sorted(source.file.glob("*.safetensors"))
-    if not paths:
-        return None
-    dtype = _dtype(held_by(paths[0]))
-    module = empty_model(source, dtype)
-    weights = Weights.read(source.file, module)
-    if weights is None:
-        return None
-    LOGGER.info("checking the weights")
-    for name, key in weights.keys.items():
-        check_values(name, weights.files[key].rows())
-    buffers = {n: b.clone() for n, b in module.named_buffers()}
-    module.to("meta")
-    empty = _inputs(module, source)
+def fits(item: Proposer) -> bool:
+    """Return whether a pass has weights of branches fitted to data."""
+    return isinstance(item, Pass) and item.plainer is not None
+
+
+def frugal(item: Proposer) -> Proposer:
+    """Return a pass with constants alone, unless it says itself that more is to be fitted."""
+    plainer = item.plainer if isinstance(item, Pass) else None
+    return plainer if plainer is not None and getattr(item, "fit", "auto") == "auto" else item
+
+
+def _streamed(source: Source, job: Job, exact: bool) -> tuple[Report, Done] | None:
+    """Rewrite a model without its weights; None where the folder does not hold them as the network names them.
+
+    Also where it chooses its path by its data, and is to be run on such.
+    """
     fixed: dict[str, object] = {}  # no axis needs to be dynamic where nothing is run
-    taken = capture_module(module, (), empty, fixed, lambda a, k: children(module, a, k))
-    store = Store({n: weights.files[key] for n, key in weights.keys.items()}, buffers)
-    program = StoredProgram(taken, store, format=source.format)
-    result = job.run(program, None)  # no pass looks at data, and nothing is run
-    note = "the weights were streamed: lnrewrite verify compares the two folders with both in memory"
+    held = on_disk(source, fixed if exact else None)
+    if held is None or not exact and held.program.fixed_paths:
+        return None
+    module, program, weights, dtype = held.module, held.program, held.weights, held.dtype
+    result = job.run(program, None if exact else job.batches(program))
+    note = "the weights were streamed; lnrewrite verify compares the two folders"
     report = replace(result.report, notes=(*result.report.notes, note))
     recipe = difference(module, program, result.program) if result.program is not program else Recipe(module)
     restructure(module, recipe)
@@ -162,8 +120,8 @@ def _streamed(source: Source, job: Job) -> tuple[Report, Done] | None:
         if recipe.changes:
             check_ties(source, module, again)
             now = Store({n: written.files[key] for n, key in written.keys.items()}, dict(again.named_buffers()))
-            captured = capture_module(again.to("meta"), (), empty, fixed).module
-            given = _drawn(empty, program.id_limits(), job.seed)
+            captured = capture_module(again.to("meta"), (), held.inputs, fixed).module
+            given = drawn(held.inputs, program.id_limits(), job.seed)
             names = parameter_names(captured)
             plan = from_disk(after.module(), after.read, given)
             compared(source, plan, from_disk(captured, lambda name: now.read(names[name]), given))
@@ -191,12 +149,6 @@ def weightless(program: Program) -> dict[str, object]:
         return {}
     bare = [all(not n.gamma or program.is_ones(n.gamma) for n in norms) for norms in (inner, final)]
     return {"flash_norm": True, **({"flashnorm_folded": True} if bare[1] else {})} if bare[0] else {}
-
-
-def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
-    """Return the dtype of the largest tensor of floating point numbers."""
-    floats = [where for where in files.values() if where.dtype.is_floating_point]
-    return max(floats, key=lambda where: prod(where.shape)).dtype if floats else torch.float32
 
 
 def _inputs(module: nn.Module, source: Source) -> dict[str, object]:
@@ -264,13 +216,6 @@ def check_ties(source: Source, module: nn.Module, again: nn.Module) -> None:
 def not_as_planned(source: Source, why: str) -> LnrewriteError:
     remedy = "use -o OUT.pt2, or rewrite the loaded module (lnr.rewrite)"
     return LnrewriteError(Code.LN313, f"model {source.name!r}", why, remedy)
-
-
-def _drawn(inputs: Mapping[str, object], rows: Mapping[str, int], seed: int) -> dict[str, object]:
-    """Return inputs with values for inputs without: ids below a table's rows, ones, or normal numbers."""
-    spec = spec_of(inputs, {}, rows)
-    plain = (replace(each, content=plain_content(each.dtype, each.rows)) for each in spec)
-    return {**inputs, **draw(InputSpec(tuple(plain)), seed)}
 
 
 def from_disk(module: CapturedModule, read: Read, inputs: Mapping[str, object]) -> object:

@@ -22,8 +22,9 @@ from ..loading.identify import identify, listed
 from ..loading.source import Source
 from ..loading.transformers import Tokenizer, tokenizer_in
 from ..models.program import Program
-from .folders import StoredProgram, check_ties, compared, from_disk, not_as_planned
+from .folders import check_ties, compared, from_disk, not_as_planned
 from .stored import Store
+from .streaming import StoredProgram
 from .writing import Done, Weights, write_checked
 
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}

@@ -73,7 +73,7 @@ def main(context: click.Context, version: bool, verbose: bool) -> None:
 @click.option("--norm", default="auto", show_default=True, help="Kind of inserted norms: auto, layer or rms.")
 @click.option("--blocks", metavar="SELECT", help="name-glob, 3, 0-5, first:25%, last:2, attention, mlp, joined by ';'.")
 @click.option("--post", metavar="SELECT", help="With --to mix: the blocks that are post.  [default: first:25%]")
-@click.option("--fit", help="With DATA: reconstruct, which is the default, or constants alone.")
+@click.option("--fit", help="With DATA: reconstruct, the default but for large folders, or constants alone.")
 @click.option("--keep-sizes", is_flag=True, help="Post to pre, exactly: keep what a norm divides by, for each token.")
 @click.option("--as", "host", metavar="HOST", help="Of a checkpoint folder: write a stock architecture, or auto.")
 @REPORT
@@ -100,7 +100,7 @@ def convert(
     if keep_sizes and fit:
         raise UsageError(Code.LN003, "--fit with --keep-sizes", "nothing is fitted where sizes are kept", "give one")
     plain = host is not None and to == "pre" and not keep_sizes  # no stock architecture scales its skips
-    text = placing(to, norm, _selection(blocks), fit or "reconstruct", keep_sizes, plain, _selection(post))
+    text = placing(to, norm, _selection(blocks), fit or "auto", keep_sizes, plain, _selection(post))
     return _rewrite(model, Pipeline.parse(text), output, dry_run, named=to, host=host, **asked)
 
 
@@ -204,12 +204,13 @@ def verify(reference: str, candidate: str, tolerance: str | None, how: OpenOptio
     sources = identify(reference, how), identify(candidate, how)  # a missing file is told before anything is captured
     with screen.working(f"capturing {reference}"):
         from ..api import load_source
+        from ..checkpoints.streaming import stored_program
         from ..comparison.verifying import check_tolerance, compare
 
         check_tolerance(tolerance)
-        first = load_source(sources[0])
+        first = stored_program(sources[0]) or load_source(sources[0])
         LOGGER.info(f"capturing {candidate}")
-        second = load_source(sources[1])
+        second = stored_program(sources[1]) or load_source(sources[1])
         LOGGER.info("running both")
         found = compare(first, second, tolerance, how.seed)
     screen.answer(found.to_dict(), lambda: comparison(found.to_dict()), found.verdict)

@@ -170,6 +170,7 @@ def measured(first: Runnable, second: Runnable, batches: Sequence[Batch], held_o
                 off.append(path)
                 continue
             sums += distances(one, two)
+            del one, two
     if len(off) == len(batches):
         raise elsewhere("the result", off[0])
     return replace(drift_of(sums, held_out, len(batches) - len(off)), off_path=len(off))
@@ -187,8 +188,8 @@ def distances(one: object, two: object) -> torch.Tensor:
             sums[:4] += torch.stack([((a - b) ** 2).sum(), (a * a).sum(), (a * b).sum(), (b * b).sum()]).cpu()
     p, q = logits(one), logits(two)
     if p is not None and q is not None:
-        step = max(1, PIECE // p.shape[-1])
-        for a, b in zip(p.flatten(0, -2).split(step), q.flatten(0, -2).split(step), strict=True):
+        step = max(1, PIECE // max(1, p.shape[-1]))
+        for a, b in zip(*(x.reshape(-1, x.shape[-1]).split(step) for x in (p, q)), strict=True):
             la, lb = a.double().log_softmax(-1), b.double().log_softmax(-1)
             sums[4] += (la.exp() * (la - lb)).sum().cpu()
             sums[5] += (a.argmax(-1) == b.argmax(-1)).sum().cpu()

@@ -29,6 +29,7 @@ from .files import read_tensors
 
 BATCH = 8  # samples of a batch, where the model leaves their number free
 LENGTH = 128  # tokens of a text sample, where the model leaves their number free
+EIGHTHS = 8  # batches, where there are so many samples: an eighth is held out of a fit
 _LIMIT = 1024  # batches; an endless iterable ends here
 READ = (".npz", ".npy", ".pt", ".safetensors", ".txt")
 """The files that DATA may be."""
@@ -47,7 +48,7 @@ class HasSpec(Protocol):
     def spec(self) -> InputSpec: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-    def module(self) -> torch.nn.Module: ...
+    def call(self, batch: protocols.Batch) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -98,19 +99,22 @@ class Data:
             raise self.bad(f"{path.suffix or 'no suffix'} is not a known form of data", f"give one of {known}")
         return path
 
-    def batches(self, seed: int, limit: int = _LIMIT) -> list[Tensors]:
-        """Read at most `limit` batches; `seed` orders the windows of a text. Raises LnrewriteError LN022."""
+    def batches(self, seed: int, limit: int = _LIMIT, least: int = 1) -> list[Tensors]:
+        """Read at most `limit` batches, and `least` where there are samples for as many and their number is free.
+
+        `seed` orders the windows of a text. Raises LnrewriteError LN022.
+        """
         if not self.spec.inputs:
             raise self.bad("the model takes no tensors", "run without data")
         if self.importable:
             return [self.fitted(item) for item in self.imported(limit)]
         path = self.path
         if path.suffix != ".txt":
-            return self._cut(self.fitted(read_tensors(path, Code.LN022)))[:limit]
+            return self._cut(self.fitted(read_tensors(path, Code.LN022)), least)[:limit]
         arrays = self.text_rows(path)
         count = len(next(iter(arrays.values())))
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        return self._cut(self.fitted({name: value[order] for name, value in arrays.items()}))[:limit]
+        return self._cut(self.fitted({name: value[order] for name, value in arrays.items()}), least)[:limit]
 
     def fitted(self, held: object) -> Tensors:
         """Return what a file or an item of an iterable holds as the model takes it; the first axis counts samples."""
@@ -119,7 +123,7 @@ class Data:
         check_numbers(self.spec, found, what)
         return found
 
-    def _cut(self, arrays: Tensors) -> list[Tensors]:
+    def _cut(self, arrays: Tensors, least: int) -> list[Tensors]:
         """Split arrays along axis 0; a remainder that a fixed batch size cannot hold is left out."""
         counts = {name: len(t) if t.dim() else 1 for name, t in arrays.items()}
         if len(set(counts.values())) > 1:
@@ -129,6 +133,7 @@ class Data:
         fixed = {each.shape[0] for each in self.spec if each.dims and 0 not in each.free}
         total = next(iter(counts.values()))
         size = min(fixed) if fixed else max([BATCH, *(each.shape[0] for each in self.spec if each.dims)])
+        size = size if fixed else max(1, min(size, -(-total // least)))
         if fixed and total < size:
             raise self.bad(f"it holds {total} samples and the model takes batches of {size}", "give more samples")
         starts = range(0, total - size + 1 if fixed else total, size)
@@ -238,8 +243,9 @@ def load_data(
     byte_level: bool = False,
     length: int | None = None,
     limit: int = _LIMIT,
+    least: int = 1,
 ) -> list[Tensors]:
-    """Read DATA as at most `limit` batches of keyword tensors named and shaped like `example`; see `Data`.
+    """Read DATA as at most `limit` batches of keyword tensors named and shaped like `example`; see `Data.batches`.
 
     `dynamic` names the axes of each input whose size is free; None: every batch axis and every axis of integer inputs
     is, and a window of a text is as long as the example. Raises LnrewriteError LN022 with what was expected and what
@@ -248,7 +254,7 @@ def load_data(
     found = Data(data, spec_of(example, dynamic), tokenizer_folder, byte_level, length)
     if dynamic is None:
         found = replace(found, length=replace(found, spec=spec_of(example, {})).window)
-    return found.batches(seed, limit)
+    return found.batches(seed, limit, least)
 
 
 def reader_of(
@@ -279,10 +285,9 @@ def check_data(data: str) -> None:
 def calibration_for(program: HasSpec, data: str, seed: int = 0) -> list[Tensors]:
     """Read DATA for a program and run its module on the first batch. Raises LnrewriteError LN022 where that fails."""
     held = Data.of(program, data)
-    batches = held.batches(seed, 64)
+    batches = held.batches(seed, 64, least=EIGHTHS)
     try:
-        with torch.no_grad():
-            program.module()(**batches[0])
+        program.call(batches[0])
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:
         if path := other_path(error):
             raise elsewhere(f"data {data!r}", path) from error

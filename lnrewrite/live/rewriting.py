@@ -38,7 +38,7 @@ def rewrite(
     calibrate: Iterable[Batch] | None = None,
     norm: str = "auto",
     blocks: str | None = None,
-    fit: str = "reconstruct",
+    fit: str = "auto",
     partial: bool = False,
     seed: int = 0,
     undo: bool = True,

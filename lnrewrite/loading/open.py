@@ -333,11 +333,16 @@ def _untied(state: State, keys: list[str]) -> list[str]:
 
 def _open_folder(source: Source) -> Opened:
     from .checkpoint import open_folder
-    from .transformers import tokenizer_in
 
     module, notes = open_folder(source)
-    tokenizer = tokenizer_in(source.file, source.how.trust_remote_code)
-    return Opened(source.format, module, tokenizer=tokenizer, notes=notes)
+    return Opened(source.format, module, tokenizer=tokenizer_of(source), notes=notes)
+
+
+def tokenizer_of(source: Source) -> Tokenizer | None:
+    """Return where a folder's tokenizer is; None where it has none."""
+    from .transformers import tokenizer_in
+
+    return tokenizer_in(source.file, source.how.trust_remote_code)
 
 
 _OPENERS: dict[Format, Callable[[Source], Opened]] = {

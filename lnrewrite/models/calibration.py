@@ -34,7 +34,7 @@ def collect(network: Network, record: Recorder, batches: Sequence[Batch], seed: 
 
     Raises LnrewriteError LN022 where a batch does not fit the model, LN026 where it gives NaN or infinite values.
     """
-    names = {b.name: _nodes(s, b, i) for s in network.streams for i, b in enumerate(s.blocks)}
+    names = {b.name: nodes_of(s, b, i) for s in network.streams for i, b in enumerate(s.blocks)}
     axes = {n: axis for nodes in names.values() for n, axis in nodes.values() if n}
     width = max((s.width for s in network.streams), default=0)
     arrays = recorded(axes, width, record, batches, seed)
@@ -57,15 +57,19 @@ def recorded(
         for name, value in record(batch, list(axes)).items():
             rows = value.detach().movedim(axes[name], -1)
             rows = rows.reshape(-1, rows.shape[-1])
-            parts[name].append(rows[_rows(len(rows), limit, seed + index)].double().cpu().numpy())
+            parts[name].append(rows[rows_of(len(rows), limit, seed + index)].double().cpu().numpy())
     arrays = {n: np.concatenate(p) for n, p in parts.items() if p}
+    finite(arrays)
+    return arrays
+
+
+def finite(arrays: Mapping[str, Floats]) -> None:
+    """Raise LnrewriteError LN026 where a value holds NaN or infinite numbers."""
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             why = f"the value of {name} is NaN or infinite on this data"
-            raise LnrewriteError(
-                Code.LN026, "calibration", why, "run the model in float32, or check the data and the weights"
-            )
-    return arrays
+            remedy = "run the model in float32, or check the data and the weights"
+            raise LnrewriteError(Code.LN026, "calibration", why, remedy)
 
 
 def peaks(graph: OpGraph, record: Recorder, batches: Sequence[Batch]) -> dict[str, float]:
@@ -107,7 +111,7 @@ class _Showing(fx.Interpreter):
         return value
 
 
-def _rows(count: int, limit: int, seed: int) -> torch.Tensor:
+def rows_of(count: int, limit: int, seed: int) -> torch.Tensor:
     """Return which rows of a batch are kept: the same choice for every value with as many rows."""
     if count <= limit:
         return torch.arange(count)
@@ -115,7 +119,7 @@ def _rows(count: int, limit: int, seed: int) -> torch.Tensor:
     return torch.randperm(count, generator=generator)[:limit].sort().values
 
 
-def _nodes(stream: Stream, block: Block, index: int) -> dict[str, tuple[str, int]]:
+def nodes_of(stream: Stream, block: Block, index: int) -> dict[str, tuple[str, int]]:
     """Name the nodes that hold a block's samples, and their channels' axis; empty where there is no such value."""
     into, out = block.at(Where.IN), block.at(Where.OUT)
     earlier = [b for b in stream.blocks[:index] if b.anchor.total != block.anchor.total]

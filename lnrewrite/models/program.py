@@ -29,11 +29,12 @@ from ..files.landing import poured, write_whole
 from ..files.output import check_output
 from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec
-from ..pipeline.protocols import Batch
+from ..pipeline.protocols import Batch, Samples
 from ..pipeline.report import Fitted, Report
 from ..pipeline.results import Gap
 from . import calibration
 from .base import Example, GraphModel
+from .sampling import Sampled
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -146,6 +147,10 @@ class Program(GraphModel[torch.Tensor]):
     def observe(self, batch: Batch, wanted: Collection[str], see: calibration.See) -> None:
         """Run the model on one batch and show the values of some of its nodes, each as it is made."""
         calibration.observe(self._capture.module, batch, wanted, see)
+
+    def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
+        """Return what each block sees and does on the batches, [tokens, width] each; they are run when it is asked."""
+        return Sampled(self.network, self._capture.module, batches)
 
     def synthetic(self, seed: int) -> Sequence[Batch]:
         """Make up eight batches of inputs like the example inputs."""

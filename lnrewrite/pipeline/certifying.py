@@ -205,7 +205,7 @@ def scaled(writers: Iterable[Linear], scale: Value) -> list[Operation]:
 def _wrong_sums(program: Certifiable, seed: int) -> Iterator[str]:
     """Yield the first block of each sum that is not its skip, times its factor, plus its branches."""
     try:
-        samples = program.samples(program.trials(seed)[:1])
+        samples = dict(program.samples(program.trials(seed)[:1]))
     except LnrewriteError:  # NaN or infinite values on made-up inputs
         return
     for group in (g for s in program.network.streams for g in sums(s)):

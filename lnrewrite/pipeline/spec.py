@@ -217,7 +217,7 @@ def placing(
     to: str,
     norm: str = "auto",
     blocks: str | None = None,
-    fit: str = "reconstruct",
+    fit: str = "auto",
     keep_sizes: bool = False,
     plain_skips: bool = False,
     post: str | None = None,

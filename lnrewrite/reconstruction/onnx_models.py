@@ -12,10 +12,10 @@ from torch import Tensor
 from ..backends.onnx.double import widened
 from ..backends.onnx.mirror import Mirror, mirror
 from ..backends.onnx.session import OnnxModule, runnable
+from ..backends.torch.walk import Walk
 from ..ir import Network, sums
 from ..pipeline.report import Fitted
 from .reconstruct import Side, fitted
-from .walk import Walk
 
 CLOSE = 1e-4
 """How far a state may be from ONNX Runtime's: the size of the error over the state's, root mean square over tokens."""
@@ -90,7 +90,7 @@ def _differs(side: Side, told: OnnxSide, found: Mirror, batch: Named) -> str:
     anchors = {b.anchor.total: b.anchor.axis for b in side.network.blocks}
     names = {node: value for value, node in found.names.items() if node in anchors}
     walk = Walk(side.module, list(anchors), [batch])
-    judge = OnnxModule(widened(told.model, ir.DataType.FLOAT)) if walk.narrow else runnable(told.model)
+    judge = OnnxModule(widened(told.model, ir.DataType.FLOAT)) if walk.to else runnable(told.model)
     wanted = judge.watch(list(names.values()), **batch)
     while not walk.over:
         end = walk.end

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from ..backends.torch.capture import evaluating
 from ..backends.torch.fixed import other_path
 from ..backends.torch.module import CapturedModule
+from ..backends.torch.walk import Walk
 from ..ir import Block, Kind, Network, Where, sums
 from ..layout import clock
 from ..pipeline.protocols import Batch
@@ -27,7 +28,6 @@ from ..quiet import LOGGER
 from .fitting import Fitting
 from .goals import Goal, Measure, goals_of
 from .together import LARGEST, Together
-from .walk import Walk
 
 RIDGE = 2000.0
 """The pull to the start, times the number of tokens: what |W - W0|^2 / |W0|^2 = 1 costs for each matrix."""
@@ -82,7 +82,7 @@ class Targets:
         anchors = [blocks[0].anchor for blocks in self.sums.values()]
         self.wanted = Counter(n for a in anchors for n in (a.state, a.total))
         self.walk = Walk(original.module, list(self.wanted), batches)
-        self.seen = {n.name: self.walk.taken(n.name) for n in self.walk.parts.inputs if n.name in self.wanted}
+        self.seen = self.walk.known(self.wanted)
 
     def of(self, place: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the state behind a sum and before it, for every batch; each sum is asked for once."""

@@ -78,11 +78,11 @@ class Parts(nn.Module):
         held = [n for n in graph.find_nodes(op="get_attr") if n.target not in apart]
         tensors: dict[int, set[int]] = {}
         for node in held:
-            tensors.setdefault(id(_tensor(module, node)), set()).update(readers[node])
-        alone = {n for n in held if len(tensors[id(_tensor(module, n))]) == 1}
+            tensors.setdefault(id(_held(module, node)), set()).update(readers[node])
+        alone = {n for n in held if len(tensors[id(_held(module, n))]) == 1 or isinstance(_held(module, n), nn.Module)}
         for node in held:
-            if node not in alone:
-                self._register(str(node.target), _tensor(module, node))
+            if node not in alone and isinstance(tensor := _held(module, node), Tensor):
+                self._register(str(node.target), tensor)
         last = {n: max(r, default=-1) for n, r in readers.items()}
         steps, bodies = [], []
         for index, part in enumerate(parts):
@@ -122,21 +122,21 @@ def _module(
     """Return one part as a module of its own, parameters shared."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {n: graph.placeholder(n.name) for n in reads}
-    held: dict[str, Tensor] = {}
+    held: dict[str, Tensor | nn.Module] = {}
     for node in part:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in copies:
-                held[str(source.target)] = _tensor(module, source)
+                held[str(source.target)] = _held(module, source)
                 copies[source] = graph.get_attr(str(source.target))
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[n] for n in makes))
     return fx.GraphModule(held, graph)
 
 
-def _tensor(module: CapturedModule, node: fx.Node) -> Tensor:
+def _held(module: CapturedModule, node: fx.Node) -> Tensor | nn.Module:
+    """Return the tensor, or the graph that an operator calls, which a node stands for."""
     found = stored(module, str(node.target))
-    assert isinstance(found, Tensor), node.target
-    return found
+    return module.get_submodule(str(node.target)) if found is None else found
 
 
 def _safe(name: object) -> str:
