@@ -163,9 +163,13 @@ def _vector(graph: ir.Graph, write: Write, value: ir.Value, x: ir.Value, plus_on
         value = write("Add", [value, one], value, f"{name}.plus_one")
     if value.shape is not None and len(value.shape) != 1:
         flat = constant(graph, "lnrewrite.flat", np.array([-1], np.int64))
+        shape = [1] if all(d == 1 for d in value.shape) else None if x.shape is None else x.shape[-1:]
         value = write("Reshape", [value, flat], value, f"{name}.flat")
-        value.shape = None if x.shape is None else ir.Shape(x.shape[-1:])
-    return value if value.dtype == x.dtype else cast(write, value, x.dtype)
+        value.shape = None if shape is None else ir.Shape(shape)
+    value = value if value.dtype == x.dtype else cast(write, value, x.dtype)
+    if value.shape is not None and value.shape[0] == 1 and x.shape is not None and x.shape[-1] != 1:
+        value = write("Mul", [ones(graph, x), value], ones(graph, x), f"{name}.wide")  # one number for all channels
+    return value
 
 
 def cast(write: Write, value: ir.Value, dtype: ir.DataType) -> ir.Value:

@@ -230,12 +230,17 @@ class FxEditor:
         return node
 
     def flat(self, name: str | None, width: int) -> fx.Node | None:
-        """Return what `vector` does, one number per channel whatever form it is stored in."""
+        """Return what `vector` does, one number per channel whatever form it is stored in, one number for all too."""
         node = self.vector(name)
         if node is None or node.meta["val"].shape == (width,):
             return node
-        flat = self.call(aten.reshape.default, (node, [width]), node)
-        flat.meta["val"] = node.meta["val"].reshape(width)
+        held = node.meta["val"]
+        if held.numel() == 1:
+            node, held = self.call(aten.reshape.default, (node, [1]), node), held.reshape(1).expand(width)
+            flat = self.call(aten.expand.default, (node, [width]), node)
+        else:
+            flat, held = self.call(aten.reshape.default, (node, [width]), node), held.reshape(width)
+        flat.meta["val"] = held
         return flat
 
     def turned(self, x: fx.Node, axis: int) -> fx.Node:
