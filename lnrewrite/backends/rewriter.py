@@ -139,7 +139,7 @@ class Rewriter(Generic[Handle]):
 
     def norm(self, x: Handle, norm: Norm, op: SetNorm, owner: str, at: Handle | None = None) -> Handle:
         """Insert a norm of `x` right behind it (or behind `at`), with the gain and bias that the operation gives."""
-        if norm.kind not in {Kind.LAYER, Kind.RMS}:
+        if norm.kind not in {Kind.LAYER, Kind.RMS, Kind.CRMS}:
             self.fail(f"a {norm.kind} norm cannot be written")
         name = f"{owner}.norm_{op.where}"
         gamma = self.gain(norm.gamma, norm.plus_one, op.gamma, f"{name}.weight", x)
