@@ -23,7 +23,7 @@ PIPELINES = {
     "rescale": "rescale-stream{by=0.5}",
     "rotate": "fold-affine{final=true},rotate-stream",
     "compress": "fold-affine{final=true},layernorm-to-rmsnorm,crmsnorm-to-rmsnorm{back=true}",
-    "compress and back": "fold-affine{final=true},crmsnorm-to-rmsnorm{back=true},fold-affine{final=true},crmsnorm-to-rmsnorm",
+    "compress back": "fold-affine{final=true},crmsnorm-to-rmsnorm{back=true},crmsnorm-to-rmsnorm",
     "scales": "absorb-scales",
     "batch norm": "fold-batchnorm",
     "constants": "propagate-constants",

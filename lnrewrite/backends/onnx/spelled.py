@@ -145,9 +145,9 @@ def _factors(value: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
 
 
 def _computed(value: ir.Value) -> bool:
-    """Return whether a node other than a constant gives a value."""
+    """Return whether data decide a value: an input, or what a node gives other than a constant."""
     made = value.producer()
-    return made is not None and made.op_type != "Constant"
+    return value.is_graph_input() and not value.is_initializer() if made is None else made.op_type != "Constant"
 
 
 def _of(size: ir.Value, x: ir.Value) -> bool:
@@ -163,10 +163,17 @@ def _of(size: ir.Value, x: ir.Value) -> bool:
     return False
 
 
-def _alike(*values: ir.Value) -> bool:
-    """Return whether values are of one known shape of two axes or more."""
-    shapes = [v.shape for v in values]
-    return all(s is not None and len(s) > 1 for s in shapes) and len({tuple(map(str, s or ())) for s in shapes}) == 1
+def _alike(first: ir.Value, *others: ir.Value) -> bool:
+    """Return whether values are of one shape of two axes or more, as far as sizes are known."""
+    if first.shape is None or len(first.shape) < 2:
+        return False
+    for other in others:
+        if other.shape is None or len(other.shape) != len(first.shape):
+            return False
+        pairs = [(a, b) for a, b in zip(first.shape, other.shape, strict=True) if int in (type(a), type(b))]
+        if any(a != b for a, b in pairs):
+            return False
+    return True
 
 
 SPELLINGS = {"Sub": _minus, "Gemm": _added, "ReduceSum": _stacked, "Mul": _sized, "Div": _sized}
