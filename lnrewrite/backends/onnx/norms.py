@@ -161,10 +161,9 @@ def _compressed(graph: ir.Graph, write: Write, eps: float, x: ir.Value, name: st
     """Write x / sqrt((sum x^2 + (sum x)^2) / (n + 1) + eps)."""
     assert x.dtype is not None and x.shape is not None
     kept, like = ir.Shape([*x.shape[:-1], 1]), x.dtype.numpy()
-    if graph.opset_imports.get("", 1) < 13:
-        axes, held = [], {"axes": [-1], "keepdims": 1}
-    else:
-        axes, held = [constant(graph, "lnrewrite.axis-1", np.array([-1], np.int64))], {"keepdims": 1}
+    old = graph.opset_imports.get("", 1) < 13
+    axes = [] if old else [constant(graph, "lnrewrite.axis-1", np.array([-1], np.int64))]
+    held: Attributes = {"axes": [-1], "keepdims": 1} if old else {"keepdims": 1}
 
     def narrow(operator: str, inputs: list[ir.Value], part: str) -> ir.Value:
         made = write(operator, inputs, x, f"{name}.{part}", held if operator == "ReduceSum" else None)
