@@ -125,3 +125,27 @@ def test_whatever_adds_to_a_stream_is_seen_as_a_sum(name: str) -> None:
     more = [torch.randint(VOCAB, (3, 6))] if len(program.dynamic_axes()["ids"]) == 2 else []  # not behind a baddbmm
     for given in (ids, *more):
         torch.testing.assert_close(result.program.module()(given), net(given), rtol=1e-12, atol=1e-12)
+
+
+class Picked(nn.Module):
+    """Run a branch on some tokens, which a router picks, and add what it gives to those (mixture-of-depths)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.router = nn.Sequential(nn.LayerNorm(WIDTH), Mlp()), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, place = self.router(x).topk(3, dim=1)
+        place = place.expand(-1, -1, WIDTH)
+        return x.scatter_add(1, place, self.branch(x.gather(1, place)) * torch.sigmoid(weight))
+
+
+def test_what_is_added_to_picked_tokens_is_a_sum() -> None:
+    torch.manual_seed(0)
+    net = Net(Picked(), Picked(), final=nn.LayerNorm).double().eval()
+    ids = torch.randint(VOCAB, (2, 5))
+    program = lnr.capture(net, (ids,))
+    assert [b.placement for s in program.network.streams for b in s.blocks] == ["pre", "pre"]
+    result = lnr.Pipeline.parse("fold-affine").run(program)
+    assert result.report.edits == 2
+    torch.testing.assert_close(result.program.module()(ids), net(ids), rtol=1e-12, atol=1e-12)

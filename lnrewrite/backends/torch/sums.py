@@ -70,6 +70,15 @@ def minus(node: fx.Node) -> Spelled:
     return _plus(node, x, _times(node, f, -alpha)) if _weighed(state, branch) else _same(node)
 
 
+def scattered(node: fx.Node) -> Spelled:
+    """x.scatter_add(d, i, f) = x + zeros.scatter_add(d, i, f), where f is computed from the state x by weights."""
+    x, dim, index, f = node.args
+    if not (isinstance(x, fx.Node) and isinstance(f, fx.Node) and _weighed(x, f)):
+        return _same(node)
+    zeros = made(node, aten.zeros_like.default, x)
+    return _plus(node, x, made(node, aten.scatter_add.default, zeros, dim, index, f))
+
+
 def _weighed(state: fx.Node, value: fx.Node) -> bool:
     """Return whether a value is computed from a state, and weights have a part in it."""
     todo, seen = [value], {value}
@@ -127,4 +136,5 @@ SUMS: dict[Target, Callable[[fx.Node], Spelled]] = {
     aten.add.Tensor: add, aten.lerp.Scalar: lerp, aten.lerp.Tensor: lerp, aten.addcmul.default: product,
     aten.addcdiv.default: product, aten.addmm.default: matrices, aten.baddbmm.default: matrices,
     aten.sum.dim_IntList: stacked, aten.mean.dim: stacked, aten.sub.Tensor: minus, aten.rsub.Tensor: minus,
+    aten.scatter_add.default: scattered,
 }  # fmt: skip
