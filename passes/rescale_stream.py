@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from math import floor, log2
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-import numpy as np
-
 from lnrewrite.algebra.basis import Basis, Closed
-from lnrewrite.errors import Code, Refusal
+from lnrewrite.algebra.headroom import Headroom
+from lnrewrite.algebra.renorming import renormed
 from lnrewrite.ir import (
     Affine,
     Block,
-    Edit,
     Exactness,
     FoldReader,
     Kind,
     Linear,
-    Norm,
     Number,
     Operation,
     Proposal,
-    ScalePair,
     ScaleWriter,
-    SetNorm,
     Site,
     Stream,
-    Value,
     Vectors,
     Where,
-    site_name,
 )
 from lnrewrite.pipeline import Context, Pass
 
 FP16 = 65504.0
 LARGEST = 1e9
 """A stream is not multiplied by more: its squares have to stay in float32."""
-MASK = 1e30
 
 
 @dataclass(frozen=True)
@@ -120,53 +111,6 @@ class RescaleStream(Pass):
 
 
 @dataclass
-class Headroom:
-    """Choose powers of two that bring the largest numbers, `peaks` by node, below `limit`."""
-
-    stream_: Stream
-    peaks: Mapping[str, float]
-    limit: float
-
-    def down(self, nodes: Iterable[str]) -> float:
-        """Return the largest power of two, 1 at most, that brings these values below the limit."""
-        largest = max((self.peaks.get(n, 0.0) for n in nodes), default=0.0)
-        return 1.0 if largest <= self.limit else 2.0 ** floor(log2(self.limit / largest))
-
-    def stream(self) -> float:
-        """Return the factor of the stream."""
-        anchors = [b.anchor for b in self.stream_.blocks]
-        return self.down(n for a in anchors for n in (a.state, a.skip, a.branch, a.total))
-
-    def inner(self) -> dict[str, float]:
-        """Return, by block, the factor of what its out norm reads."""
-        found = {b.name: self.down(s.origin[:1]) for b in self.stream_.blocks if (s := b.at(Where.OUT)) and s.origin}
-        return {name: by for name, by in found.items() if by != 1}
-
-    def inside(self) -> Iterator[Edit]:
-        """Yield the edits that move a factor from one linear of a branch to the next: W2 f(W1 x) = k W2 f(W1 x / k)."""
-        for block in self.stream_.blocks:
-            operations: list[Operation] = []
-            for pair in self.movable(block):
-                if (by := self.down(pair.values)) != 1:
-                    operations += [ScaleWriter(m, Number(by)) for m in pair.producers]
-                    operations += [FoldReader(t, Number(1 / by)) for t in pair.consumers]
-            if operations:
-                yield Edit(block.name, tuple(operations))
-
-    def movable(self, block: Block) -> list[ScalePair]:
-        return [p for p in block.scale_pairs if not any(w.shared for w in (*p.producers, *p.consumers))]
-
-    def left(self) -> Iterator[Refusal]:
-        """Yield the values that stay beyond the limit. Masks are told by their size, near the end of float32."""
-        for block in self.stream_.blocks:
-            free = {v for pair in self.movable(block) for v in pair.values}
-            for node in block.anchor.inside:
-                if node not in free and self.limit < self.peaks.get(node, 0.0) < MASK:
-                    why = f"it reaches {self.peaks[node]:.2g} inside {block.name}, where no factor can be moved"
-                    yield Refusal(Code.LN130, node, why, "keep this branch in float32 or bfloat16")
-
-
-@dataclass
 class _Scaled(Basis):
     """Multiply a stream by a number."""
 
@@ -181,16 +125,12 @@ class _Scaled(Basis):
         assert isinstance(self.value, Number)
         return self.value.value
 
-    def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:
-        return (SetNorm(site.where, self.widened(block, site), index=block.index(site) if block else 0),)
+    def renormed(self, block: Block | None, site: Site, read: float, by: float) -> tuple[Operation, ...]:
+        """Make a norm read `read` times what it read, and give `by` times what it gave."""
+        return tuple(renormed(self.stream, self.context, self.vectors, block, site, 1 / read, by))
 
-    def widened(self, block: Block | None, site: Site) -> Norm:
-        """Return the norm with eps c^2."""
-        if site.norm.kind not in (Kind.LAYER, Kind.RMS) or site.norm.over:
-            who = site_name(block, site) if block else f"the {site.where} norm"
-            what = "a norm of a norm" if site.norm.over else f"a {site.norm.kind} norm"
-            raise Closed(Code.LN111, f"{who} is {what}", "run merge-norms first" if site.norm.over else "")
-        return replace(site.norm, eps=site.norm.eps * self.by**2)
+    def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:
+        return self.renormed(block, site, self.by, 1.0)
 
     def bare(self, block: Block | None, readers: tuple[Linear, ...], closed: bool) -> tuple[Operation, ...]:
         if closed and block:
@@ -203,22 +143,11 @@ class _Scaled(Basis):
             return (Affine(where, Number(self.by)),)
         by = self.inner.get(block.name, 1.0) if block else 1.0
         by = by if writers and not any(w.shared for w in writers) else 1.0
-        norm = replace(site.norm, eps=site.norm.eps * by**2)
         below = tuple(ScaleWriter(w, Number(by)) for w in writers if by != 1)
-        return (*below, SetNorm(site.where, norm, *self.larger(site), index=block.index(site) if block else 0))
-
-    def larger(self, site: Site) -> tuple[Value | None, Value | None]:
-        """Return c times a norm's gain and bias."""
-        norm = site.norm
-        gamma = self.vectors.add(self.context.gain(norm) * np.full(self.stream.width, self.by))
-        beta = self.vectors.add(self.context.values(norm.beta).reshape(-1) * self.by) if norm.beta else None
-        return gamma, beta
+        return (*below, *self.renormed(block, site, by, self.by))
 
     def through(self, block: Block, site: Site, last: bool) -> tuple[Operation, ...]:
-        if site.norm.computed and not last:
-            raise Closed(Code.LN105, f"the gain of {site_name(block, site)} is computed", "store it as a parameter")
-        values = (None, None) if last else self.larger(site)
-        return (SetNorm(Where.POST, self.widened(block, site), *values, index=block.index(site)),)
+        return self.renormed(block, site, self.by, 1.0 if last else self.by)
 
     def explicit(self, where: Where) -> tuple[Operation, ...] | Closed:
         return (Affine(where, self.value),)

@@ -5,28 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from lnrewrite.algebra.basis import Basis, Choice, Closed
+from lnrewrite.algebra.basis import Choice, Closed
+from lnrewrite.algebra.mixing import Mixing
 from lnrewrite.errors import Code
-from lnrewrite.ir import (
-    Block,
-    Edit,
-    Exactness,
-    FoldReader,
-    Kind,
-    Linear,
-    Operation,
-    Proposal,
-    Rotation,
-    ScaleWriter,
-    Side,
-    Site,
-    Stream,
-    Where,
-    site_name,
-)
+from lnrewrite.ir import Edit, Exactness, FoldReader, Proposal, Rotation, ScaleWriter, Stream, Value
 from lnrewrite.pipeline import Context, Pass
-
-FOLD = "run fold-affine{final=true} first (after untie where the head is tied)"
 
 
 @dataclass(frozen=True)
@@ -101,25 +84,13 @@ class RotateStream(Pass):
 
 
 @dataclass
-class _Rotated(Basis):
+class _Rotated(Mixing):
     """Rotate a stream."""
 
-    def back(self, readers: tuple[Linear, ...]) -> tuple[Operation, ...]:
+    @property
+    def inverse(self) -> Value:
         assert isinstance(self.value, Rotation)
-        if apart := [r.param for r in readers if r.apart]:
-            raise Closed(Code.LN103, f"{apart[0]} reads each channel separately (depthwise)")
-        return tuple(FoldReader(r, self.value.transposed) for r in readers)
-
-    def read(self, block: Block | None, site: Site) -> tuple[Operation, ...]:
-        self.plain(block, site)
-        who = site_name(block, site) if block else "the final norm"
-        if block and block.barrier(Side.READ) or site.taps or not site.readers:
-            said = next(iter(site.taps), "something other than a linear map")
-            raise Closed(Code.LN101, f"{who} is read by {said}, which cannot undo the rotation")
-        branches = {r for b in self.stream.blocks if site in b.sites for r in b.readers}
-        if block and (others := [r.param for r in site.readers if r not in branches]):
-            raise Closed(Code.LN101, f"{who} is also read by {others[0]}, which is not in the branch")
-        return self.back(block.readers if block else site.readers)
+        return self.value.transposed
 
     def settled(self) -> tuple[Edit, ...]:
         """Return the edits, with a rotation of each attention head's values that the output projection takes back."""
@@ -132,39 +103,3 @@ class _Rotated(Basis):
                     taken = tuple(FoldReader(c, turn.transposed) for c in pair.consumers)
                     self.choices.append(Choice(block.name, (*made, *taken), ()))
         return super().settled()
-
-    def plain(self, block: Block | None, site: Site) -> None:
-        """Raise Closed unless a norm is an RMSNorm without gain and bias."""
-        norm, who = site.norm, site_name(block, site) if block else f"the {site.where} norm"
-        if norm.kind is not Kind.RMS:
-            remedy = "run layernorm-to-rmsnorm first" if norm.kind is Kind.LAYER else ""
-            raise Closed(Code.LN111, f"{who} is a {norm.kind} norm", remedy)
-        if norm.over:
-            raise Closed(Code.LN111, f"{who} is a norm of a norm", "run merge-norms first")
-        if norm.gamma is not None or norm.beta is not None:
-            folds = site.where in (Where.IN, Where.FINAL)
-            raise Closed(Code.LN122, f"{who} has a gain or a bias", FOLD if folds else "")
-
-    def bare(self, block: Block | None, readers: tuple[Linear, ...], closed: bool) -> tuple[Operation, ...]:
-        if closed or not readers:
-            raise Closed(
-                Code.LN101, f"{block.name if block else 'the end'} reads the stream without a linear map", FOLD
-            )
-        return self.back(readers)
-
-    def made(self, block: Block | None, site: Site, writers: tuple[Linear, ...]) -> tuple[Operation, ...]:
-        self.plain(block, site)
-        if not writers:
-            raise Closed(Code.LN104, f"the input of the {site.where} norm is not computed by linear maps alone")
-        return self.multiplied(writers)
-
-    def through(self, block: Block, site: Site, last: bool) -> tuple[Operation, ...]:
-        self.plain(block, site)
-        if last and site.taps:
-            raise Closed(Code.LN101, f"the last trunk norm is also read by {site.taps[0]}")
-        return self.back(site.readers) if last else ()
-
-    def explicit(self, where: Where) -> tuple[Operation, ...] | Closed:
-        if where is Where.EMBEDDING:
-            return Closed(Code.LN102, "the source of the stream cannot be rotated in its weights", "run untie first")
-        return Closed(Code.LN104, "so it cannot be rotated in weights")

@@ -41,10 +41,11 @@ python -m pytest tests/test_designs.py -m exhaustive -n 0 --update-goldens
 """
 RIGHT = 1e-9
 PLACES = [f"place{{to={to}}}" for to in ("pre", "post", "peri", "output", "none")]
-BEHIND = ("place{to=mix}", "norm-writers", "scale-norms")
+BEHIND = ("place{to=mix}", "norm-writers", "scale-norms", "crmsnorm-to-rmsnorm")
 TEXTS = {name: text for name, (_, text) in PRESETS.items()} | {text: text for text in (*PLACES, *BEHIND)}
 SEEN = ("Derf", "SeeDNorm", "EvoNorm-S0", "NormFormer with ResScale")
 MADE = [
+    ("CRMSNorm", "crmsnorm-to-rmsnorm"), ("TaperNorm at its end, the gate first", "inference"),
     ("Derf", PLACES[0]), ("SeeDNorm", "inference"), ("NormFormer with ResScale", PLACES[3]),
     ("PowerNorm with group scaling", PLACES[4]),
 ]  # fmt: skip
@@ -67,6 +68,7 @@ def test_every_norm_is_reported_or_noted_where_it_is(name: str) -> None:
     design, program = ALL[name], captured(name)[0]
     assert Counter(program.inspect()["norms"]["kinds"]) == design.norms
     assert len(noted(program)) == design.noted
+    assert not [r for r in program.network.refusals if r.code == "LN208"]  # what is seen has been tried
     if design.blocks is None:
         return
     said = " ".join(f"{r.why}," for r in noted(program))
@@ -81,7 +83,8 @@ CALLED = {
     "static hyper-connections": "static hyper-connections", "attention residuals": "attention residuals",
     "second skip (B2T)": "B2T", "residual and normed stream (ResiDual)": "ResiDual", "EvoNorm-B0": "EvoNorm-B0",
     "EvoNorm-S0": "EvoNorm-S0", "Region Norm": "Region Norm", "Global Response Norm": "Global Response Norm",
-    "SeeDNorm, the gain first": "SeeDNorm",
+    "ELC-BERT, normed at its ends": "ELC-BERT", "DenseFormer over a stack": "DenseFormer", "MUDDFormer": "MUDDFormer",
+    "MUDDFormer over a stack": "MUDDFormer",
 }  # fmt: skip
 
 
@@ -105,6 +108,29 @@ def test_nothing_made_of_it_is_wrong(name: str, text: str) -> None:
     assert said or all(f"to={b.placement}}}" in text for b in program.network.blocks)
     assert not [r for r in result.report.refusals if r.code == "LN404"]
     assert not noted(program) or [n for n in result.report.notes if "LN205" in n]
+
+
+THERE = [("crmsnorm-to-rmsnorm", "rms"), ("crmsnorm-to-rmsnorm{back=true}", "crms")]
+
+
+@pytest.mark.parametrize(("text", "there"), THERE)
+def test_compressed_norms_there_and_back(text: str, there: str, tmp_path: Path) -> None:
+    """In PyTorch and in ONNX; what is written is read back as what it is."""
+    program, inputs = captured("CRMSNorm")
+    with zoo.float64():
+        back = Pipeline.parse("crmsnorm-to-rmsnorm,fold-affine{final=true}").run(program).program
+        found = Pipeline.parse(text).run(back if there == "crms" else program)
+        want, got = (zoo.floats(p.module()(*inputs)) for p in (program, found.program))
+    assert kinds(found.program) == f"{there}*5" and found.report.exactness is Exactness.ALGEBRAIC
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    module, inputs = ALL["CRMSNorm"].build()
+    lnr.capture(module, inputs).export(tmp_path / "m.onnx", optimize="none")
+    onnx = lnr.load(str(tmp_path / "m.onnx"))
+    steps = ["crmsnorm-to-rmsnorm", "fold-affine{final=true}", text][: 3 if there == "crms" else 1]
+    result = Pipeline.parse(",".join(steps)).run(onnx)
+    assert kinds(result.program) == f"{there}*5"
+    assert lnr.verify(onnx, result.program)["max_rel"] < 2e-6
 
 
 @pytest.mark.parametrize("name", rows(ALL, sample=("Admin", "batch norm behind sums of tokens")))

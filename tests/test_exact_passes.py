@@ -104,6 +104,7 @@ def edited_sites(stream: Stream, proposal: Proposal) -> list[str]:
 
 
 OPTIONED = (
+    "crmsnorm-to-rmsnorm{back=true}",
     "rescale-stream{by=0.25}",
     "rescale-stream{by=3}",
     "layernorm-to-rmsnorm{sources=weights}",
@@ -371,6 +372,9 @@ WRONG: dict[str, tuple[str, str, Spoil]] = {
         BARE,
         on_param("u.weight", lambda o: replace(o, scale=o.scale.transposed)),
     ),
+    "eps of a CRMSNorm": ("crmsnorm-to-rmsnorm{back=true}", BARE, on_norms(old_eps(0.1))),
+    "the mean in a writer": ("crmsnorm-to-rmsnorm{back=true}", BARE, on_param("d.weight", nothing)),
+    "the mean in a reader": ("crmsnorm-to-rmsnorm{back=true}", BARE, on_param("q.weight", nothing)),
     "the rotation of values": ("rotate-stream", BARE, on_param("v.weight", nothing)),
     "a factor in the graph": ("absorb-scales", SCALED, without_scale),
     "a factor in the writer": ("absorb-scales", SCALED, on_param("o.weight", nothing)),

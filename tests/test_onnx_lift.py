@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx.reference
 import onnx_ir as ir
 import pytest
 
 from lnrewrite.backends.onnx.lift import lift
 from lnrewrite.backends.onnx.ops import meant
+from lnrewrite.backends.onnx.spelled import respell
 from lnrewrite.detect.detection import detect
 from lnrewrite.ir import Network
 
@@ -126,3 +128,47 @@ def test_a_rounded_constant_is_the_number_that_was_meant() -> None:
     assert meant(np.float16(0.1)) == 0.1
     assert meant(np.float32(0.3)) == 0.3
     assert meant(np.float32(2.0)) == 2.0
+
+
+NORMED = "u = LayerNormalization <axis = -1> (x, n_g, n_b)"
+SPELLED = {
+    "a difference": f"{NORMED} {MLP} y = Sub (x, f)",
+    "a difference from the branch": f"{NORMED} {MLP} y = Sub (f, x)",
+    "states side by side": f"""{NORMED} {MLP} k = Constant <value_ints = [0]> () one = Unsqueeze (x, k)
+        two = Unsqueeze (f, k) s = Concat <axis = 0> (one, two) y = ReduceSum <keepdims = 0> (s, k)""",
+    "the state as a bias": f"""{NORMED} h = MatMul (u, a_w) r = Relu (h) k = Constant <value_ints = [-1, 24]> ()
+        w = Constant <value_ints = [-1, {WIDTH}]> () flat = Reshape (r, k) state = Reshape (x, w)
+        o = Gemm <beta = 0.5> (flat, b_w, state) sizes = Shape (x) y = Reshape (o, sizes)""",
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_what_adds_to_a_state_is_spelled_as_an_add(name: str) -> None:
+    model = model_of(SPELLED[name], **SIZES)
+    x = np.random.default_rng(1).normal(size=(2, 3, WIDTH)).astype("float32")
+    before = onnx.reference.ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x})[0]
+    respell(model)
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto)
+    np.testing.assert_allclose(onnx.reference.ReferenceEvaluator(proto).run(None, {"x": x})[0], before, rtol=1e-5)
+    (block,) = detect(lift(model)).network.blocks
+    assert (block.placement, [r.param for r in block.readers]) == ("pre", ["a_w"])
+    assert [w.param for w in block.writers] == ["b_w"]
+
+
+def test_a_gain_before_a_size_of_its_own_stands_behind_the_norm() -> None:
+    body = f"""t = MatMul (x, v) g = Mul (x, t) m = Mul (g, x) q = Mul (x, x) k = Constant <value_ints = [-1]> ()
+        a = ReduceMean (q, k) e = Constant <value_float = 0.1> () b = Add (a, e) s = Sqrt (b) u = Div (m, s)
+        {MLP} y = Add (x, f)"""
+    model = model_of(body, **SIZES, v=(WIDTH, 1))
+    respell(model)
+    (block,) = detect(lift(model)).network.blocks
+    assert (block.placement, block.sites[0].norm.kind) == ("pre", "rms")
+
+
+def test_rows_are_looked_up_by_any_gather() -> None:
+    body = f"""i = Cast <to = 7> (x) k = Constant <value_ints = [-1]> () c = ReduceMax <keepdims = 0> (i, k)
+        p = Unsqueeze (c, k) t = GatherND (table, p) u = LayerNormalization <axis = -1> (t, n_g, n_b) {MLP}
+        y = Add (t, f)"""
+    (stream,) = seen(body, **SIZES, table=(9, WIDTH)).streams
+    assert [(s.param, s.table) for s in stream.sources] == [("table", True)]

@@ -10,10 +10,9 @@ A norm must see one number for all channels. What cannot be had raises `Closed`,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import Code, LnrewriteError, Refusal
 from ..ir import (
@@ -21,7 +20,6 @@ from ..ir import (
     DropScale,
     Edit,
     FoldReader,
-    Kind,
     Linear,
     Number,
     Operation,
@@ -39,10 +37,9 @@ from ..ir import (
 )
 from ..pipeline import Context
 from .basis import Closed
+from .renorming import Factor, is_one, renormed
 from .stored import affine, is_affine
 
-Factor = NDArray[np.float64] | float
-"""One number, or one for each channel."""
 RANGE, APART = 1e2, 1e6
 """How far the stream may change its size, up and down: as one number, beyond which gains and eps leave the range where
 they are exact, and channel by channel, where no eps goes along.
@@ -97,13 +94,13 @@ class Absorber:
                 try:
                     self.found[block.name] += [*self.entered(block), *self.left(block, after)]
                 except Closed as closed:
-                    if trunk and not (_one(self.size) and _one(after)):
+                    if trunk and not (is_one(self.size) and is_one(after)):
                         raise
                     if block.scales and block.name not in refused:
                         self.refusals.append(closed.refusal(block.name))
             if trunk:
                 self.summed(group, after, self.chosen(groups[at + 1 :]))
-        if not _one(self.size):
+        if not is_one(self.size):
             self.finish()
 
     def kept(self, block: Block) -> Factor:
@@ -127,7 +124,7 @@ class Absorber:
     def start(self, size: Factor) -> None:
         """Take the start of the stream to a size."""
         self.size, target = size, f"{self.stream.name}.embedding"
-        if _one(size):
+        if is_one(size):
             return
         if self.stream.embedding:
             self.found[target] = self.renormed(None, self.stream.embedding, 1.0, 1 / size)
@@ -157,7 +154,7 @@ class Absorber:
         operations: list[Operation] = [DropScale(s) for s in scales]
         by = self.product(scales)
         bare = block.barrier(Side.RAW) or (not norms and block.barrier(Side.READ))
-        if not _one(self.size) and bare:
+        if not is_one(self.size) and bare:
             raise Closed(Code.LN126, f"{block.name} reads the stream without a norm")
         behind = norms[0] if scales and (norms[0].norm.gamma or norms[0].norm.beta) else None
         for site in norms:
@@ -165,7 +162,7 @@ class Absorber:
         if scales and set(norms[0].readers) - set(block.readers):
             why = f"{site_name(block, norms[0])} has readers outside of {block.name}"
             raise Closed(Code.LN101, why)
-        if behind is None and (scales or (not norms and not _one(self.size))):
+        if behind is None and (scales or (not norms and not is_one(self.size))):
             value = self.value(_plain(by * (1.0 if norms else self.size)))
             operations += [FoldReader(r, value) for r in self.free(block.readers, block, Side.READ)]
         return operations
@@ -174,17 +171,17 @@ class Absorber:
         """Make a branch write 1 / size times what it wrote, without factors of its own."""
         inner, outer = block.scaled("written"), block.scaled("branch")
         operations: list[Operation] = [DropScale(s) for s in (*inner, *outer)]
-        if not _one(size) and (block.added or block.barrier(Side.ADDED)):
+        if not is_one(size) and (block.added or block.barrier(Side.ADDED)):
             operations += [ScaleWriter(w, self.value(1 / size)) for w in self.free(block.added, block, Side.ADDED)]
         before, after = self.product(inner), self.product(outer) / size
         if site := block.at(Where.OUT):
             if isinstance(before, np.ndarray) or before == 0:
                 raise Closed(Code.LN125, f"one factor per channel stands before {site_name(block, site)}")
-            if block.barrier(Side.ENDS) and (outer or not _one(size)):
+            if block.barrier(Side.ENDS) and (outer or not is_one(size)):
                 raise Closed(Code.LN104, f"{block.name} does not end in its output norm")
             return operations + self.renormed(block, site, before, after)
         by = before * after
-        if inner or not _one(size):
+        if inner or not is_one(size):
             operations += [ScaleWriter(w, self.value(by)) for w in self.free(block.writers, block, Side.WRITTEN)]
         return operations
 
@@ -209,7 +206,7 @@ class Absorber:
         for scale in last.scaled("trunk"):
             self.size = _plain(self.size * _nonzero(self.product((scale,)), last))
             self.found[last.name].append(DropScale(scale))
-        if not _one(self.size) and any(b.barrier(Side.CARRIED) for b in group):
+        if not is_one(self.size) and any(b.barrier(Side.CARRIED) for b in group):
             raise Closed(Code.LN126, f"after {last.name} the stream passes through an activation")
         most = APART if np.ndim(self.size) else RANGE
         if beyond := [x for x in np.abs(np.ravel(self.size)) if not 1 / most < x < most]:
@@ -235,25 +232,7 @@ class Absorber:
         self.found.setdefault(target, []).extend(FoldReader(r, self.value(self.size)) for r in heads)
 
     def renormed(self, block: Block | None, site: Site, size: Factor, by: Factor) -> list[Operation]:
-        """Make a norm read 1 / size of what it read and give `by` times what it gave: eps / size^2, gain and bias."""
-        norm, who = site.norm, site_name(block, site) if block else f"the {site.where} norm"
-        plain = _one(by)
-        if _one(size) and plain:
-            return []
-        if isinstance(size, np.ndarray):
-            raise Closed(Code.LN126, f"{who} would read channels of different sizes")
-        if norm.kind not in (Kind.LAYER, Kind.RMS) or norm.over:
-            what = "a norm of a norm" if norm.over else f"a {norm.kind} norm"
-            raise Closed(Code.LN111, f"{who} is {what}", "run merge-norms first" if norm.over else "")
-        if norm.computed and not (plain and size > 0):
-            raise Closed(Code.LN105, f"the gain of {who} is computed", "store the gain as a parameter")
-        gamma = beta = None
-        if not plain or size < 0:
-            gain = self.context.gain(norm) * np.ones(self.stream.width)
-            gamma = self.vectors.add(gain * by * np.sign(size))
-            beta = self.vectors.add(self.context.values(norm.beta).reshape(-1) * by) if norm.beta else None
-        index = block.index(site) if block else 0
-        return [SetNorm(site.where, replace(norm, eps=norm.eps / size**2), gamma, beta, index)]
+        return renormed(self.stream, self.context, self.vectors, block, site, size, by)
 
     def free(self, linears: tuple[Linear, ...], block: Block | None, side: Side) -> tuple[Linear, ...]:
         """Return the linears. Raises Closed where they are not all that reads, or writes, or have other uses."""
@@ -278,10 +257,6 @@ class Absorber:
 
     def value(self, by: Factor) -> Value:
         return self.vectors.add(np.asarray(by, dtype=np.float64)) if np.ndim(by) else Number(float(by))
-
-
-def _one(factor: Factor) -> bool:
-    return not np.ndim(factor) and bool(factor == 1)
 
 
 def _plain(factor: Factor) -> Factor:

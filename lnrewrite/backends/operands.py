@@ -44,8 +44,8 @@ class Operands:
     def change(self, value: Value, transposed: bool = False) -> Change:
         """Return what multiplies each row [..., channels] by a value's matrix, or by its transpose."""
         match value:
-            case Center(width):
-                return centering(width)
+            case Center(width, left):
+                return centering(width, left)
             case Rotation():
                 return rotating(value.transposed if transposed else value)
             case _:

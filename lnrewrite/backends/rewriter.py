@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, NoReturn, assert_never
 
@@ -139,7 +139,7 @@ class Rewriter(Generic[Handle]):
 
     def norm(self, x: Handle, norm: Norm, op: SetNorm, owner: str, at: Handle | None = None) -> Handle:
         """Insert a norm of `x` right behind it (or behind `at`), with the gain and bias that the operation gives."""
-        if norm.kind not in {Kind.LAYER, Kind.RMS}:
+        if norm.kind not in {Kind.LAYER, Kind.RMS, Kind.CRMS}:
             self.fail(f"a {norm.kind} norm cannot be written")
         name = f"{owner}.norm_{op.where}"
         gamma = self.gain(norm.gamma, norm.plus_one, op.gamma, f"{name}.weight", x)
@@ -222,10 +222,24 @@ class Rewriter(Generic[Handle]):
     def drop(self, block: Block, op: DropScale) -> None:
         """Make what reads a factor's product read what the factor scales."""
         if op.scale is None:
-            self.wiring.redirect(self.wiring.skip(block), self.wiring.stand(block.anchor.state))
+            on_skip = list(self.skipped(block))
+            if all(self.view[name].kind in {"mul", "div"} for name, _ in on_skip):
+                self.wiring.redirect(self.wiring.skip(block), self.wiring.stand(block.anchor.state))
+                return
+            for name, source in on_skip:  # shapes, casts stay
+                if self.view[name].kind in {"mul", "div"}:
+                    self.stand_in(name, source)
             return
         name = op.scale.node
         self.stand_in(name, next(n for n in self.view[name].data if n not in self.view.constant))
+
+    def skipped(self, block: Block) -> Iterator[tuple[str, str]]:
+        """Yield what a block's skip goes through on its way from the state, the last first, each with its operand."""
+        name = block.anchor.skip
+        while name != block.anchor.state:
+            source = next(n for n in self.view[name].data if n not in self.view.constant)
+            yield name, source
+            name = source
 
     def stand_in(self, name: str, source: str) -> None:
         """Let what reads one value read another."""

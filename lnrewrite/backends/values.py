@@ -19,9 +19,9 @@ CHUNK = 1 << 18
 """How many numbers of a parameter are held in float64 at a time."""
 
 
-def centering(width: int) -> Change:
-    """Return what takes the mean off each run of `width` channels."""
-    return lambda rows: _runs(rows, width, lambda r: r - r.mean(-1, keepdims=True))
+def centering(width: int, left: float = 0.0) -> Change:
+    """Return what takes the mean off each run of `width` channels, but for a part that is left."""
+    return lambda rows: _runs(rows, width, lambda r: r - (1 - left) * r.mean(-1, keepdims=True))
 
 
 def rotating(by: Rotation) -> Change:

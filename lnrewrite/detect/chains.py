@@ -79,6 +79,9 @@ def _link(view: NormedGraph, root: str, totals: Container[str]) -> Link:
         if name in view.norms and norm is None:
             norm, name = name, view.norms[name].source
             continue
+        if name in view.norms:  # a norm of a norm, such as PowerNorm's of groups
+            name, through = view.norms[name].source, through or "another norm"
+            continue
         start = name if norm is None else start
         if (step := scales_.factor(graph, op, axis, "trunk")) is not None:
             through = through or (f"{op.kind} before its norm" if norm else "")

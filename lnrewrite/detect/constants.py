@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from ..ir import Gate
 from .edges import PRODUCTS, parameter, parameter_behind, whole_vector
@@ -36,9 +36,11 @@ def computed(graph: OpGraph, norms: Collection[NormMatch]) -> Iterator[str]:
 def gates(graph: OpGraph, norms: Collection[NormMatch]) -> Iterator[Gate]:
     """Yield the products with a constant that may be 1, and the sums with a term times one that may be 0.
 
-    The gains of norms are none, nor is a number that the model's code spells out and multiplies by.
+    The gains of norms are none but where they shut a term, nor is a number that the model's code spells out and
+    multiplies by.
     """
     members = frozenset[str]().union(*(n.members for n in norms))
+    shut = {n.output: n.norm.gamma for n in norms if n.norm.gamma and not (n.norm.beta or n.norm.plus_one)}
     for op in graph:
         if op.name in graph.constant or op.name in members or len(op.inputs) != 2:
             continue
@@ -50,7 +52,7 @@ def gates(graph: OpGraph, norms: Collection[NormMatch]) -> Iterator[Gate]:
         elif op.kind == "add":
             for kept, term in (op.inputs, op.inputs[::-1]):
                 if isinstance(kept, str) and isinstance(term, str) and _alike(graph, kept, op):
-                    yield from (Gate(op.name, kept, by, 0.0) for by in _factors(graph, term, members))
+                    yield from (Gate(op.name, kept, by, 0.0) for by in _factors(graph, term, members, shut))
 
 
 def _products(graph: OpGraph, op: Op) -> Iterator[tuple[str, str | float]]:
@@ -61,8 +63,8 @@ def _products(graph: OpGraph, op: Op) -> Iterator[tuple[str, str | float]]:
             yield kept, by if isinstance(by, str) else float(by or 0)
 
 
-def _factors(graph: OpGraph, term: str, members: Collection[str]) -> Iterator[str | float]:
-    """Yield the constants that multiply a term of a sum."""
+def _factors(graph: OpGraph, term: str, members: Collection[str], gains: Mapping[str, str]) -> Iterator[str | float]:
+    """Yield the constants that multiply a term of a sum; `gains` are those of norms, by what these give."""
     op = graph[term]
     while op.kind == "mul" and op.name not in graph.constant and op.name not in members and len(op.inputs) == 2:
         found = list(_products(graph, op))
@@ -70,6 +72,8 @@ def _factors(graph: OpGraph, term: str, members: Collection[str]) -> Iterator[st
         if len(found) != 1:
             return
         op = graph[found[0][0]]
+    if op.name in gains:
+        yield gains[op.name]
 
 
 def _alike(graph: OpGraph, name: Operand, op: Op) -> bool:

@@ -18,6 +18,7 @@ from .joins import find_joins
 from .lookalikes import placed
 from .match import NormMatch
 from .misses import nearest_miss
+from .mixtures import mixtures
 from .naming import name_blocks, norm_names
 from .normed import NormedGraph
 from .norms import find_norms, stacked
@@ -42,7 +43,8 @@ def detect(graph: OpGraph) -> Detection:
     """Return what is found in a graph: streams, norms on no stream, and what is not understood."""
     norms, unknown = find_norms(graph)
     view = NormedGraph(graph, stacked(graph, norms))
-    joins, refusals = find_joins(graph, view.norms)
+    joins, every, refusals = find_joins(graph, view.norms)
+    refusals = refusals or list(mixtures(graph, every, view.norms))
     sites = Sites(view, [] if refusals else joins)
     streams = name_blocks(tuple(stream(sites, chain, i) for i, chain in enumerate(chains(view, sites.joins))))
     if not streams and not refusals:

@@ -30,8 +30,8 @@ class Join:
     extras: tuple[str, ...] = ()
 
 
-def find_joins(graph: OpGraph, whole: Container[str] = ()) -> tuple[list[Join], list[Refusal]]:
-    """Return the residual sums in execution order, inner ones left out, and what is beyond the picture.
+def find_joins(graph: OpGraph, whole: Container[str] = ()) -> tuple[list[Join], list[Join], list[Refusal]]:
+    """Return the residual sums in execution order, inner ones left out, all of them, and what is beyond the picture.
 
     `whole` are values that are one term though they are sums: a norm's, whose bias is added last.
     """
@@ -39,12 +39,12 @@ def find_joins(graph: OpGraph, whole: Container[str] = ()) -> tuple[list[Join], 
     refusals: list[Refusal] = []
     states: set[str] = set()
     for op in graph:
-        if op.kind == "add" and len(op.data) == 2 and not _flattens(graph, op.name, whole):
+        if op.kind == "add" and len(op.data) == 2 and not flattens(graph, op.name, whole):
             join = _join(graph, op.name, states, refusals, whole) if op.name not in whole else None
             if join:
                 found.append(join)
                 states.add(join.total)
-    return _outermost(graph, _own(graph, found), refusals), refusals
+    return _outermost(graph, _own(graph, found), refusals), found, refusals
 
 
 def mixes(graph: OpGraph, start: str, end: str) -> bool:
@@ -61,23 +61,23 @@ def mixes(graph: OpGraph, start: str, end: str) -> bool:
     return False
 
 
-def _same_shape(graph: OpGraph, a: str, b: str) -> bool:
+def same_shape(graph: OpGraph, a: str, b: str) -> bool:
     one, two = graph[a].shape or (), graph[b].shape or ()
     pairs = [(x, y) for x, y in zip(one, two, strict=False) if isinstance(x, int) and isinstance(y, int)]
     return len(one) == len(two) >= 2 and all(x == y for x, y in pairs)
 
 
-def _flattens(graph: OpGraph, name: str, whole: Container[str]) -> bool:
+def flattens(graph: OpGraph, name: str, whole: Container[str]) -> bool:
     """Return whether a sum is only a part of the next sum."""
     users = graph.users[name]
     if name in whole or len(users) != 1 or users[0] == "output":
         return False
     user = graph[users[0]]
-    same = user.kind == "add" and len(user.data) == 2 and _same_shape(graph, name, user.name)
+    same = user.kind == "add" and len(user.data) == 2 and same_shape(graph, name, user.name)
     return same and user.name not in whole
 
 
-def _terms(graph: OpGraph, total: str, whole: Container[str]) -> list[tuple[str, str]]:
+def summands(graph: OpGraph, total: str, whole: Container[str]) -> list[tuple[str, str]]:
     """Return (term, the add that it enters) for a sum written as a tree of adds."""
     found: list[tuple[str, str]] = []
     todo = [total]
@@ -85,7 +85,7 @@ def _terms(graph: OpGraph, total: str, whole: Container[str]) -> list[tuple[str,
         name = todo.pop()
         for operand in graph[name].data:
             inner = graph[operand]
-            if inner.kind == "add" and len(inner.data) == 2 and _flattens(graph, operand, whole):
+            if inner.kind == "add" and len(inner.data) == 2 and flattens(graph, operand, whole):
                 todo.append(operand)
             else:
                 found.append((operand, name))
@@ -144,10 +144,10 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
     rank = len(graph[total].shape or ())
     if max(graph.width(total), graph.width(total, 1 - rank)) < 2:
         return None
-    every = _terms(graph, total, whole)
+    every = summands(graph, total, whole)
     terms = [(t, add) for t, add in every if t not in graph.constant]
     for skip, _ in reversed(terms):
-        others = [(t, add) for t, add in terms if t != skip and _same_shape(graph, t, total)]
+        others = [(t, add) for t, add in terms if t != skip and same_shape(graph, t, total)]
         for root in carried_on(graph, skip):
             branches = [(t, add) for t, add in others if t != root and is_sublayer(graph, root, t)]
             if not branches or not carries_features(graph, root) or _biases_scores(graph, root, branches):
@@ -200,7 +200,7 @@ def _reads_earlier(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -
         todo, found = list(stack.data), []
         while todo:
             name = todo.pop()
-            if name == root or (_same_shape(graph, name, root) and graph.reaches(name, root)):
+            if name == root or (same_shape(graph, name, root) and graph.reaches(name, root)):
                 found.append(name)
             elif graph[name].kind in SHAPE | CASTS | {"cat"}:
                 todo += graph[name].data

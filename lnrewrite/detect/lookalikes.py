@@ -82,7 +82,15 @@ def _like(graph: OpGraph, op: Op, made: Collection[tuple[str, bool]], size: Op) 
     found = next((name for name, wanted in LIKE.items() if wanted & kinds), None)
     if any(o.kind == "mean" and size.name in o.data and size.kind in SIZES for o in between):
         found = "Global Response Norm (arXiv 2301.00808)"
+    if size.kind == "sum" and any(_counted(graph, user) for user in graph.users[size.name]):
+        found = "Region Norm (arXiv 1911.10375)"
     return f", as {found} does" if found else ""
+
+
+def _counted(graph: OpGraph, name: str) -> bool:
+    """Return whether a sum is divided here by how much of it there was, which data say."""
+    by = graph[name].inputs[1] if name in graph.ops and graph[name].kind == "div" else None
+    return isinstance(by, str) and by not in graph.constant
 
 
 def _along(graph: OpGraph, name: str, seen: Collection[str]) -> set[tuple[str, bool]]:

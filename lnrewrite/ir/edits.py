@@ -64,9 +64,10 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Center:
-    """Represent the matrix that takes the mean off each run of `width` channels: I - 11^T / width."""
+    """Represent the matrix that leaves `left` of the mean of each run of channels: I - (1 - left) 11^T / width."""
 
     width: int
+    left: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class Affine:
     At `in` it stands where the block reads the stream (after an in norm), at `out` just before the add, at `post` on
     the skip's edge alone: what the block passes on to its add; at `embedding` where the stream starts, behind its
     embedding norm. `before` says before the norm there, `in` one that is put in later; at `post` what is behind the
-    block's sum. A `Center` as scale is one explicit subtraction of the mean; a `Size` goes without a shift.
+    block's sum. A `Center` as scale is one explicit subtraction of the whole mean; a `Size` goes without a shift.
     """
 
     where: Where

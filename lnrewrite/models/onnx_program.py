@@ -25,6 +25,7 @@ from ..backends.onnx.inputs import drawn, example_inputs, spec_of_model
 from ..backends.onnx.lift import lift
 from ..backends.onnx.norms import RMS
 from ..backends.onnx.session import OnnxModule, load, runnable, worked_out
+from ..backends.onnx.spelled import respell
 from ..backends.outputs import Outputs, apart
 from ..backends.rewriter import Rewriter
 from ..comparison.proving import FLOOR, Evidence, gathered, judged
@@ -102,6 +103,7 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
 
     def _lift(self) -> OpGraph:
         with self._valid():
+            respell(self.model)
             return lift(self.model)
 
     @cached_property

@@ -60,8 +60,9 @@ def apply(machine: Machine, proposal: Proposal) -> Machine:
                 return np.asarray(before[param] + plus_one)
             case Number(number):
                 return np.full(channels, number)
-            case Center(width):
-                return np.asarray(np.kron(np.eye(channels // width), np.eye(width) - 1 / width), dtype=np.float64)
+            case Center(width, left):
+                held = np.eye(width) - (1 - left) / width
+                return np.asarray(np.kron(np.eye(channels // width), held), dtype=np.float64)
             case Rotation():
                 return np.asarray(np.kron(np.eye(channels // value.block), orthogonal(value)), dtype=np.float64)
             case pointer:

@@ -22,6 +22,8 @@ PIPELINES = {
     "to RMSNorm": "layernorm-to-rmsnorm",
     "rescale": "rescale-stream{by=0.5}",
     "rotate": "fold-affine{final=true},rotate-stream",
+    "compress": "fold-affine{final=true},layernorm-to-rmsnorm,crmsnorm-to-rmsnorm{back=true}",
+    "compress back": "fold-affine{final=true},crmsnorm-to-rmsnorm{back=true},crmsnorm-to-rmsnorm",
     "scales": "absorb-scales",
     "batch norm": "fold-batchnorm",
     "constants": "propagate-constants",

@@ -88,7 +88,7 @@ TOKEN_NORMS: dict[str, tuple[Factory, str, bool]] = {
     "Derf": (ruled(lambda n, x: torch.erf(n.slope * x + n.shift) * n.gain + n.bias), "dynamic_erf", False),
     "DyT": (ruled(lambda n, x: torch.tanh(n.slope * x) * n.gain + n.bias), "dynamic_tanh", False),
     "SeeDNorm": (ruled(lambda n, x: _seed_gain(n, x) * (x * root(x))), "rms", False),
-    "SeeDNorm, the gain first": (ruled(lambda n, x: _seed_gain(n, x) * x * root(x)), "", True),
+    "SeeDNorm, the gain first": (ruled(lambda n, x: _seed_gain(n, x) * x * root(x)), "rms", False),
     "CRMSNorm": (ruled(_crms), "crms", False),
     "LayerNorm of a fixed deviation": (
         ruled(lambda n, x: (x - x.mean(-1, True)) / 1.7 * n.gain + n.bias), "centered", False
@@ -204,6 +204,45 @@ def _stored(n: Any, i: int, states: list[Tensor]) -> list[Tensor]:
 
 def _shares(n: Any, i: int, states: list[Tensor]) -> list[Tensor]:
     return list(torch.softmax(n.weights[i], 0))
+
+
+class Stacked(nn.Module):
+    """Carry on a mixture of all states, put side by side, by stored weights or by weights that the state gives."""
+
+    def __init__(self, blocks: list[nn.Module], routed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.weights = nn.ParameterList(nn.Parameter(torch.rand(i + 2) + 0.5) for i in range(len(blocks)))
+        self.routers = nn.ModuleList(nn.Linear(WIDTH, i + 2) for i in range(len(blocks))) if routed else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x]
+        for i, block in enumerate(self.blocks):
+            states.append(block(x))
+            if self.routers:
+                x = torch.einsum("btl,lbtd->btd", self.routers[i](states[-1]), torch.stack(states))
+            else:
+                x = torch.tensordot(self.weights[i], torch.stack(states), 1)
+        return x
+
+
+class Shares(nn.Module):
+    """Read a mixture of the outputs of all earlier layers, each normed, by stored shares (ELC-BERT)."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.attentions, self.mlps = (nn.ModuleList(make() for _ in range(layers)) for make in (Attention, Mlp))
+        self.norms = nn.ModuleList(layer(WIDTH) for _ in range(2 * layers))
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(i + 1)) for i in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x]
+        for i, weights in enumerate(self.weights):
+            shares = torch.softmax(weights, 0)
+            x = sum(share * state for share, state in zip(shares, states, strict=True))  # type: ignore[assignment]
+            x = x + self.norms[2 * i](self.attentions[i](x))
+            states.append(self.norms[2 * i + 1](self.mlps[i](x)))
+        return states[-1]
 
 
 def _routed(n: Any, i: int, states: list[Tensor]) -> list[Tensor]:
@@ -391,7 +430,10 @@ DESIGNS: dict[str, Design] = {name: _token(*row) for name, row in TOKEN_NORMS.it
     ),
     "DenseFormer": Design(_mixtures(_stored), None, norms={"rms": 3}),
     "ELC-BERT": Design(_mixtures(_shares), None, norms={"rms": 3}),
-    "MUDDFormer": Design(_mixtures(_routed), None, norms={"rms": 5}),
+    "ELC-BERT, normed at its ends": Design(lambda: Net(Shares()), "", norms={"layer": 6}),
+    "DenseFormer over a stack": Design(lambda: Net(Stacked(stack(2, inn=rms), False), final=rms), "", norms={"rms": 5}),
+    "MUDDFormer": Design(_mixtures(_routed), "", norms={"rms": 5}),
+    "MUDDFormer over a stack": Design(lambda: Net(Stacked(stack(2, inn=rms), True), final=rms), "", norms={"rms": 5}),
     "static hyper-connections": Design(lambda: Net(Copies(_branches()), final=rms), "", norms={"rms": 5}),
     "attention residuals": Design(lambda: Net(Attended(_branches()), final=rms), "", norms={"rms": 6}),
     "nGPT": Design(lambda: Net(*(Spherical(b) for b in _branches())), None, norms={"l2": 8}),

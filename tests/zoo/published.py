@@ -52,9 +52,19 @@ class Tapered(nn.Module):
         self.register_buffer("gate", torch.tensor(gate))
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        mixed: Tensor = self.weight * (self.gate * normed + (1 - self.gate) * self.size * x)
+        normed = self.normed(x, torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        mixed: Tensor = self.weight * (normed + (1 - self.gate) * self.size * x)
         return mixed
+
+    def normed(self, x: Tensor, by: Tensor) -> Tensor:
+        return self.gate * (x * by)
+
+
+class GateFirst(Tapered):
+    """Multiply by the gate before the norm."""
+
+    def normed(self, x: Tensor, by: Tensor) -> Tensor:
+        return self.gate * x * by
 
 
 class Bounded(nn.Module):
@@ -364,6 +374,8 @@ PUBLISHED: dict[str, Design] = {
         lambda: Net(*_four(lambda b: Residual(b, inn=l2), Linearised), final=l2), "pre*4", norms={"l2": 7}
     ),
     "TaperNorm at its end": Design(_pre(Tapered), None, norms={"rms": 5}),
+    "TaperNorm at its end, the gate first": Design(_pre(GateFirst), "pre*4", norms={"rms": 5}),
+    "TaperNorm, the gate first": Design(_pre(lambda w: GateFirst(w, 0.5)), "pre*4", norms={"rms": 5}),
     "LayerSkip": Design(Exits, "pre*4", norms={"rms": 6}),
     "LIMe": Design(lambda: Net(Earlier(), final=rms), "pre*4", norms={"rms": 5}),
     "value residual": Design(lambda: Net(FirstValues(), final=rms), "pre*3", norms={"rms": 4}),

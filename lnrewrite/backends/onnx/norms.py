@@ -142,16 +142,41 @@ class Write(Protocol):
 def write_norm(
     graph: ir.Graph, write: Write, norm: Norm, x: ir.Value, held: Callable[[str], ir.Value], name: str
 ) -> ir.Value:
-    """Write a norm of `x` over the last axis, of kind layer or rms, and return its value.
+    """Write a norm of `x` over the last axis, of kind layer, rms or crms, and return its value.
 
     held: the value of a gain or bias by its name.
     """
     gain = _vector(graph, write, held(norm.gamma), x, norm.plus_one) if norm.gamma else ones(graph, x)
     bias = _vector(graph, write, held(norm.beta), x) if norm.beta else None
+    if norm.kind is Kind.CRMS:
+        result = write("Mul", [_compressed(graph, write, norm.eps, x, name), gain], x, f"{name}.gained")
+        return result if bias is None else write("Add", [result, bias], x, f"{name}.bias.add")
     inside = bias if norm.kind is Kind.LAYER else None
     made = NormNode(OPERATORS[norm.kind], x, gain, inside, norm.eps)
     result = write(made.operator, [v for v in made.inputs if v is not None], x, name, made.attributes)
     return result if bias is inside or bias is None else write("Add", [result, bias], x, f"{name}.bias.add")
+
+
+def _compressed(graph: ir.Graph, write: Write, eps: float, x: ir.Value, name: str) -> ir.Value:
+    """Write x / sqrt((sum x^2 + (sum x)^2) / (n + 1) + eps)."""
+    assert x.dtype is not None and x.shape is not None
+    kept, like = ir.Shape([*x.shape[:-1], 1]), x.dtype.numpy()
+    old = graph.opset_imports.get("", 1) < 13
+    axes = [] if old else [constant(graph, "lnrewrite.axis-1", np.array([-1], np.int64))]
+    held: Attributes = {"axes": [-1], "keepdims": 1} if old else {"keepdims": 1}
+
+    def narrow(operator: str, inputs: list[ir.Value], part: str) -> ir.Value:
+        made = write(operator, inputs, x, f"{name}.{part}", held if operator == "ReduceSum" else None)
+        made.shape = kept
+        return made
+
+    square = write("Mul", [x, x], x, f"{name}.square")
+    once, twice = (narrow("ReduceSum", [v, *axes], part) for v, part in ((x, "sum"), (square, "squares")))
+    total = narrow("Add", [twice, narrow("Mul", [once, once], "sum_squared")], "total")
+    numbers = {"count": float(int(str(x.shape[-1])) + 1), "eps": eps}
+    many, small = (constant(graph, f"{name}.{key}", np.array(by, like)) for key, by in numbers.items())
+    mean = narrow("Add", [narrow("Div", [total, many], "mean"), small], "variance")
+    return write("Div", [x, narrow("Sqrt", [mean], "root")], x, f"{name}.normed")
 
 
 def _vector(graph: ir.Graph, write: Write, value: ir.Value, x: ir.Value, plus_one: bool = False) -> ir.Value:
@@ -163,9 +188,13 @@ def _vector(graph: ir.Graph, write: Write, value: ir.Value, x: ir.Value, plus_on
         value = write("Add", [value, one], value, f"{name}.plus_one")
     if value.shape is not None and len(value.shape) != 1:
         flat = constant(graph, "lnrewrite.flat", np.array([-1], np.int64))
+        shape = [1] if all(d == 1 for d in value.shape) else None if x.shape is None else x.shape[-1:]
         value = write("Reshape", [value, flat], value, f"{name}.flat")
-        value.shape = None if x.shape is None else ir.Shape(x.shape[-1:])
-    return value if value.dtype == x.dtype else cast(write, value, x.dtype)
+        value.shape = None if shape is None else ir.Shape(shape)
+    value = value if value.dtype == x.dtype else cast(write, value, x.dtype)
+    if value.shape is not None and value.shape[0] == 1 and x.shape is not None and x.shape[-1] != 1:
+        value = write("Mul", [ones(graph, x), value], ones(graph, x), f"{name}.wide")  # one number for all channels
+    return value
 
 
 def cast(write: Write, value: ir.Value, dtype: ir.DataType) -> ir.Value:

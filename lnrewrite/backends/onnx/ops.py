@@ -155,9 +155,11 @@ def _gather(node: NodeReader) -> Neutral:
 
 
 def _gather_nd(node: NodeReader) -> Neutral:
-    index = node.at(1)
+    data, index = node.at(0), node.at(1)
     depth = index.shape[-1] if index is not None and index.shape else 1
     batch = node.attr("batch_dims", 0)
+    if data is not None and data.const_value is not None and node.rank() == 2 and (depth, batch) == (1, 0):
+        return "embedding", (data, index), {}
     return "gather", node.inputs[:1], {"axes": tuple(range(batch + (depth if isinstance(depth, int) else 1)))}
 
 

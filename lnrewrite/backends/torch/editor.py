@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compat.torch import OpOverload
 from ...errors import Code, LnrewriteError
 from ...ir import Kind, Norm
 from ..editor import Use
@@ -60,13 +61,27 @@ class FxEditor:
             value = self.turned(x, norm.axis)
             if norm.kind is Kind.LAYER:
                 made = self.call(aten.layer_norm.default, (value, [width], gain, bias, norm.eps), value)
-            else:
+            elif norm.kind is Kind.RMS:
                 made = self.call(aten.rms_norm.default, (value, [width], gain, norm.eps), value)
+            else:
+                made = self.compressed(value, norm.eps)
+                made = self.call(aten.mul.Tensor, (made, gain), value) if gain else made
             end = made if norm.kind is Kind.LAYER or bias is None else self.call(aten.add.Tensor, (made, bias), value)
             end = self.turned(end, norm.axis)
         entry = made if value is x else value
-        Piece.norm(name, norm, width, entry, {"weight": weight, "bias": bias}).record(end)
+        if norm.kind is not Kind.CRMS:  # which is no one operator: a module in Python does not take it
+            Piece.norm(name, norm, width, entry, {"weight": weight, "bias": bias}).record(end)
         return end
+
+    def compressed(self, x: fx.Node, eps: float) -> fx.Node:
+        """Return a new x / sqrt((sum x^2 + (sum x)^2) / (n + 1) + eps) over the last axis of n channels."""
+        square = self.call(aten.mul.Tensor, (x, x), x)
+        both = [self.mean(value, -1, aten.sum.dim_IntList) for value in (square, x)]
+        again = self.call(aten.mul.Tensor, (both[1], both[1]), both[1])
+        total = self.call(aten.add.Tensor, (both[0], again), again)
+        total = self.call(aten.div.Tensor, (total, x.meta["val"].shape[-1] + 1), total)
+        size = self.call(aten.sqrt.default, (self.call(aten.add.Scalar, (total, eps), total),), total)
+        return self.call(aten.div.Tensor, (x, size), x)
 
     def affine(self, x: fx.Node, scale: str | float | None, shift: str | None) -> fx.Node:
         """Return a new scale * x + shift, right behind `x`."""
@@ -230,12 +245,17 @@ class FxEditor:
         return node
 
     def flat(self, name: str | None, width: int) -> fx.Node | None:
-        """Return what `vector` does, one number per channel whatever form it is stored in."""
+        """Return what `vector` does, one number per channel whatever form it is stored in, one number for all too."""
         node = self.vector(name)
         if node is None or node.meta["val"].shape == (width,):
             return node
-        flat = self.call(aten.reshape.default, (node, [width]), node)
-        flat.meta["val"] = node.meta["val"].reshape(width)
+        held = node.meta["val"]
+        if held.numel() == 1:
+            node, held = self.call(aten.reshape.default, (node, [1]), node), held.reshape(1).expand(width)
+            flat = self.call(aten.expand.default, (node, [width]), node)
+        else:
+            flat, held = self.call(aten.reshape.default, (node, [width]), node), held.reshape(width)
+        flat.meta["val"] = held
         return flat
 
     def turned(self, x: fx.Node, axis: int) -> fx.Node:
@@ -246,9 +266,9 @@ class FxEditor:
         node.meta["val"] = x.meta["val"].transpose(axis, -1)
         return node
 
-    def mean(self, x: fx.Node, axis: int) -> fx.Node:
-        """Return the mean over an axis, which stays as one."""
-        node = self.call(aten.mean.dim, (x, [axis], True), x)
+    def mean(self, x: fx.Node, axis: int, operator: OpOverload = aten.mean.dim) -> fx.Node:
+        """Return the mean over an axis, or its sum, which stays as one."""
+        node = self.call(operator, (x, [axis], True), x)
         node.meta["val"] = x.meta["val"].narrow(axis, 0, 1)
         return node
 

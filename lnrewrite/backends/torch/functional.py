@@ -14,6 +14,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from ...compat.torch import HigherOrderOperator, OpOverload, operator_name, schema_of
+from .sized import SIZED
 from .sums import SUMS, Spelled, node_of
 
 aten = torch.ops.aten
@@ -94,6 +95,7 @@ def _turned(node: fx.Node) -> Spelled:
 
 SPELLINGS: dict[fx.node.Target, Spelling] = {
     **SUMS,
+    **SIZED,
     **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other), _cast),
     **dict.fromkeys((aten.contiguous.default, aten.lift_fresh_copy.default), _copy),
     aten.chunk.default: _chunk,

@@ -191,7 +191,13 @@ def _picked(self: fx.Node, axes: tuple[int, ...], *indices: fx.Node | None) -> N
 
 
 def _gather(self: fx.Node, dim: int, index: fx.Node) -> Neutral:
-    """Name torch.gather, which picks each element by its own index, apart from picking whole slices."""
+    """Name torch.gather, which picks each element by its own index, apart from picking whole slices.
+
+    An index that was expanded over the channels picks whole tokens (mixture-of-depths).
+    """
+    source = index.args[0] if operator_name(index.target) == "expand" else None
+    if _rank(self) == 3 and dim in (1, -2) and isinstance(source, fx.Node) and source.meta["val"].shape[-1] == 1:
+        return "gather", (self,), {"axes": (1,)}
     return "gather_elements", (self, index), {}
 
 

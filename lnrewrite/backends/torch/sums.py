@@ -8,9 +8,10 @@ import torch
 from torch import fx
 from torch.fx.node import Argument, Target
 
-from ...compat.torch import OpOverload
+from ...compat.torch import OpOverload, operator_name
 
 aten = torch.ops.aten
+PRODUCTS = {"linear", "mm", "bmm", "matmul", "addmm", "einsum", "convolution", "conv1d", "conv2d"}
 Spelled = tuple[Target, tuple[Argument, ...], dict[str, Argument]] | None
 """A call's target, arguments and keywords."""
 
@@ -54,6 +55,38 @@ def add(node: fx.Node) -> Spelled:
     if isinstance(f, int | float) and f == 0 and node.meta["val"].dtype == node_of(x).meta["val"].dtype:
         return None
     return _plus(node, x, _times(node, f, alpha)) if alpha != 1 and isinstance(f, fx.Node) else _same(node)
+
+
+def minus(node: fx.Node) -> Spelled:
+    """x - alpha f, where x or f is the state that the other one is computed from by weights."""
+    (x, f), alpha = node.args[:2], node.kwargs.get("alpha", 1)
+    x, f = (f, x) if node.target is aten.rsub.Tensor else (x, f)
+    if not (isinstance(x, fx.Node) and isinstance(f, fx.Node) and isinstance(alpha, int | float)):
+        return _same(node)
+    state, branch = sorted((x, f))
+    shapes = {n.meta["val"].shape for n in (x, f, node)}
+    if len(shapes) > 1 or node.meta["val"].dim() < 2 or any(node < user for user in state.users):
+        return _same(node)  # a state that is read again: a step towards a target, x + a (h - x)
+    return _plus(node, x, _times(node, f, -alpha)) if _weighed(state, branch) else _same(node)
+
+
+def scattered(node: fx.Node) -> Spelled:
+    """x.scatter_add(d, i, f) = x + zeros.scatter_add(d, i, f), where f is computed from the state x by weights."""
+    x, dim, index, f = node.args
+    if not (isinstance(x, fx.Node) and isinstance(f, fx.Node) and _weighed(x, f)):
+        return _same(node)
+    zeros = made(node, aten.zeros_like.default, x)
+    return _plus(node, x, made(node, aten.scatter_add.default, zeros, dim, index, f))
+
+
+def _weighed(state: fx.Node, value: fx.Node) -> bool:
+    """Return whether a value is computed from a state, and weights have a part in it."""
+    todo, seen = [value], {value}
+    while todo:
+        new = {n for n in todo.pop().all_input_nodes if not n < state} - seen
+        seen |= new
+        todo += new
+    return state in seen and any(operator_name(n.target) in PRODUCTS for n in seen)
 
 
 def lerp(node: fx.Node) -> Spelled:
@@ -102,5 +135,6 @@ def stacked(node: fx.Node) -> Spelled:
 SUMS: dict[Target, Callable[[fx.Node], Spelled]] = {
     aten.add.Tensor: add, aten.lerp.Scalar: lerp, aten.lerp.Tensor: lerp, aten.addcmul.default: product,
     aten.addcdiv.default: product, aten.addmm.default: matrices, aten.baddbmm.default: matrices,
-    aten.sum.dim_IntList: stacked, aten.mean.dim: stacked,
+    aten.sum.dim_IntList: stacked, aten.mean.dim: stacked, aten.sub.Tensor: minus, aten.rsub.Tensor: minus,
+    aten.scatter_add.default: scattered,
 }  # fmt: skip
