@@ -54,13 +54,14 @@ class Served(Program):
         """Return the model in ONNX, with attention over the cache as ONNX Runtime has it where `contrib` allows."""
         from ..backends.onnx.export import OPSET, to_onnx
         from ..backends.onnx.interface import name_part
-        from ..backends.onnx.packing import pack_heads, turn_weights
+        from ..backends.onnx.packing import pack_heads, turn_weights, unturned_norms
 
         c, found = self._capture, self.detection
         prepare = self.prepare if contrib else None
         model = to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
         self.dropped = name_part(model, self.part)
         turn_weights(model)
+        unturned_norms(model)
         pack_heads(model)
         return model
 

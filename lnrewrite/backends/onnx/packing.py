@@ -8,9 +8,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from .norms import CONTRIB
+from .norms import CONTRIB, NormNode, resemble
 
 GROUPED = "GroupQueryAttention"
+LAST = [[[axis], *step] for axis in (-1, 2) for step in ([], [[1]])]
+"""What a slice of the last of three axes is told beside its ends: the axis, and perhaps a step of one."""
 Change = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
@@ -34,6 +36,10 @@ def pack_heads(model: ir.Model) -> None:
     q = x W_q + b_q, k = x W_k + b_k, v = x W_v + b_v    ->    [q k v] = x [W_q W_k W_v] + [b_q b_k b_v]
     """
     for node in [n for n in model.graph if (n.domain, n.op_type) == (CONTRIB, GROUPED)]:
+        if (packed := _pieces(node.inputs[:3])) is not None:
+            for index, value in enumerate((packed, None, None)):
+                node.replace_input_with(index, value)
+            continue
         parts = [_product(value) for value in node.inputs[:3]]
         known = [part for part in parts if part is not None]
         if len(known) < 3 or len({part[0] for part in known}) > 1 or len({part[2] is None for part in known}) > 1:
@@ -53,6 +59,45 @@ def pack_heads(model: ir.Model) -> None:
         for index, value in enumerate((made[-1].outputs[0], None, None)):
             node.replace_input_with(index, value)
     RemoveUnusedNodesPass()(model)
+
+
+def unturned_norms(model: ir.Model) -> None:
+    """Let norms of heads run over tokens as they lie: turned, normed and turned back is normed."""
+    for node in model.graph:
+        norm = NormNode.read(node)
+        if norm is None or norm.axes != 1 or len(node.outputs) > 1 or (before := _turn(norm.x.producer())) is None:
+            continue
+        (source,), after = before.inputs, [_turn(use.node) for use in node.outputs[0].uses()]
+        if source is None or node.outputs[0].is_graph_output() or any(turn is None for turn in after):
+            continue
+        node.replace_input_with(0, source)
+        resemble(node.outputs[0], source)
+        for turn in after:
+            if turn is not None:
+                turn.outputs[0].replace_all_uses_with(node.outputs[0], replace_graph_outputs=False)
+    RemoveUnusedNodesPass()(model)
+
+
+def _turn(node: ir.Node | None) -> ir.Node | None:
+    """Return a node that changes heads and tokens of [batch, heads, tokens, size], None for any other."""
+    plain = node is not None and node.op_type == "Transpose" and not node.domain
+    return node if plain and node.attributes.get_ints("perm", ()) == (0, 2, 1, 3) else None  # type: ignore[union-attr]
+
+
+def _pieces(values: Sequence[ir.Value | None]) -> ir.Value | None:
+    """Return what queries, keys and values are the slices of, one behind the other and nothing left; else None."""
+    source, width, at = None, 0, 0
+    for value in values:
+        node = value.producer() if value is not None else None
+        if node is None or node.op_type != "Slice" or node.domain or None in node.inputs[:4]:
+            return None
+        first, *bounds = node.inputs
+        given = [v.const_value.numpy().tolist() for v in bounds if v is not None and v.const_value is not None]
+        last = first.shape[-1] if first is not None and first.shape is not None and len(first.shape) == 3 else None
+        if given[:1] != [[at]] or given[2:] not in LAST or source not in (None, first) or not isinstance(last, int):
+            return None
+        source, width, at = first, last, min(given[1][0], last)
+    return source if at == width else None
 
 
 def _product(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value | None] | None:
