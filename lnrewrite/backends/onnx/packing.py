@@ -11,8 +11,6 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from .norms import CONTRIB, NormNode, resemble
 
 GROUPED = "GroupQueryAttention"
-LAST = [[[axis], *step] for axis in (-1, 2) for step in ([], [[1]])]
-"""What a slice of the last of three axes is told beside its ends: the axis, and perhaps a step of one."""
 Change = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
@@ -23,8 +21,8 @@ def turn_weights(model: ir.Model) -> None:
         (weight,), turned = node.inputs, node.outputs[0]
         if weight is None or weight.const_value is None or len(weight.uses()) > 1 or weight.is_graph_output():
             continue
-        rows, columns = _sizes(weight)
-        made = _stored(graph, [weight], f"{weight.name}_transposed", [columns, rows], lambda held: held[0].T)
+        rows, columns = sizes(weight)
+        made = stored_as(graph, [weight], f"{weight.name}_transposed", [columns, rows], lambda held: held[0].T)
         turned.replace_all_uses_with(made)
         graph.remove(node, safe=True)
         del graph.initializers[str(weight.name)]
@@ -36,22 +34,19 @@ def pack_heads(model: ir.Model) -> None:
     q = x W_q + b_q, k = x W_k + b_k, v = x W_v + b_v    ->    [q k v] = x [W_q W_k W_v] + [b_q b_k b_v]
     """
     for node in [n for n in model.graph if (n.domain, n.op_type) == (CONTRIB, GROUPED)]:
-        if (packed := _pieces(node.inputs[:3])) is not None:
-            for index, value in enumerate((packed, None, None)):
-                node.replace_input_with(index, value)
-            continue
+        _scale(model, node)
         parts = [_product(value) for value in node.inputs[:3]]
         known = [part for part in parts if part is not None]
         if len(known) < 3 or len({part[0] for part in known}) > 1 or len({part[2] is None for part in known}) > 1:
             continue
         (x, first, bias), graph = known[0], model.graph
         weights, biases = [part[1] for part in known], [part[2] for part in known if part[2] is not None]
-        width = sum(_sizes(weight)[1] for weight in weights)
+        width = sum(sizes(weight)[1] for weight in weights)
         name = f"{first.name}_packed"
-        joined = _stored(graph, weights, name, [_sizes(first)[0], width], lambda held: np.concatenate(held, 1))
+        joined = stored_as(graph, weights, name, [sizes(first)[0], width], lambda held: np.concatenate(held, 1))
         made = [ir.node("MatMul", [x, joined])]
         if bias is not None:
-            added = _stored(graph, biases, f"{bias.name}_packed", [width], np.concatenate)
+            added = stored_as(graph, biases, f"{bias.name}_packed", [width], np.concatenate)
             made.append(ir.node("Add", [made[0].outputs[0], added]))
         for each in made:
             each.outputs[0].type, each.outputs[0].shape = x.type, ir.Shape([*(x.shape or ())[:-1], width])
@@ -59,6 +54,20 @@ def pack_heads(model: ir.Model) -> None:
         for index, value in enumerate((made[-1].outputs[0], None, None)):
             node.replace_input_with(index, value)
     RemoveUnusedNodesPass()(model)
+
+
+def _scale(model: ir.Model, node: ir.Node) -> None:
+    """Let the kernel multiply by a number that its queries are multiplied by before."""
+    value, scale = node.inputs[0], node.attributes.get_float("scale", 0.0)
+    before = value.producer() if value is not None and len(value.uses()) == 1 else None
+    if before is None or before.op_type != "Mul" or before.domain or not scale:
+        return
+    held = sorted((v for v in before.inputs if v is not None), key=lambda v: v.const_value is not None)
+    number = held[-1].const_value
+    if len(held) == 2 and number is not None and number.size == 1 and held[0].const_value is None:
+        node.attributes["scale"] = ir.AttrFloat32("scale", scale * float(number.numpy().item()))
+        node.replace_input_with(0, held[0])
+        model.graph.remove(before, safe=True)
 
 
 def unturned_norms(model: ir.Model) -> None:
@@ -84,22 +93,6 @@ def _turn(node: ir.Node | None) -> ir.Node | None:
     return node if plain and node.attributes.get_ints("perm", ()) == (0, 2, 1, 3) else None  # type: ignore[union-attr]
 
 
-def _pieces(values: Sequence[ir.Value | None]) -> ir.Value | None:
-    """Return what queries, keys and values are the slices of, one behind the other and nothing left; else None."""
-    source, width, at = None, 0, 0
-    for value in values:
-        node = value.producer() if value is not None else None
-        if node is None or node.op_type != "Slice" or node.domain or None in node.inputs[:4]:
-            return None
-        first, *bounds = node.inputs
-        given = [v.const_value.numpy().tolist() for v in bounds if v is not None and v.const_value is not None]
-        last = first.shape[-1] if first is not None and first.shape is not None and len(first.shape) == 3 else None
-        if given[:1] != [[at]] or given[2:] not in LAST or source not in (None, first) or not isinstance(last, int):
-            return None
-        source, width, at = first, last, min(given[1][0], last)
-    return source if at == width else None
-
-
 def _product(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value | None] | None:
     """Return (x, W, b) where a value is x W + b, constants W and b (None: there is none) that are read here alone."""
     node = value.producer() if value is not None and len(value.uses()) == 1 else None
@@ -118,11 +111,11 @@ def _product(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value | Non
     return (x, weight, bias) if alone and len(value.shape) == 3 else None
 
 
-def _sizes(value: ir.Value) -> list[int]:
+def sizes(value: ir.Value) -> list[int]:
     return [int(str(size)) for size in value.shape or ()]
 
 
-def _stored(graph: ir.Graph, of: Sequence[ir.Value], name: str, shape: Sequence[int], change: Change) -> ir.Value:
+def stored_as(graph: ir.Graph, of: Sequence[ir.Value], name: str, shape: Sequence[int], change: Change) -> ir.Value:
     """Return a new initializer that is computed of others when it is written."""
     held = [value.const_value for value in of if value.const_value is not None]
 

@@ -34,6 +34,36 @@ def told_by_gains(graph: ir.Graph) -> bool:
     return found
 
 
+def told_by_reshapes(graph: ir.Graph) -> bool:
+    """Write ranks, and the sizes that stand in a Concat of them, into what reshapes give; return whether there were any.
+
+    onnx's own inference says nothing of a Reshape to a computed shape before opset 14.
+    """
+    found = False
+    for node in graph:
+        if node.op_type != "Reshape" or node.domain or node.outputs[0].shape is not None or node.inputs[1] is None:
+            continue
+        length = list(node.inputs[1].shape or ())
+        parts = node.inputs[1].producer()
+        sizes: list[int | None] = [None] * (length[0] if len(length) == 1 and isinstance(length[0], int) else 0)
+        if parts is not None and parts.op_type == "Concat":
+            held = [_sizes(value) for value in parts.inputs]
+            sizes = [size for each in held for size in each] if all(held) else sizes
+        if sizes:
+            node.outputs[0].shape = ir.Shape([size if size and size > 0 else None for size in sizes])
+            found = True
+    return found
+
+
+def _sizes(value: ir.Value | None) -> list[int | None]:
+    """Return the sizes that a piece of a computed shape holds, None for each that is not known; none where it may be."""
+    held = ir.convenience.get_const_tensor(value) if value is not None else None
+    if held is not None:
+        return [int(size) for size in held.numpy().reshape(-1)]
+    length = list(value.shape) if value is not None and value.shape is not None else []
+    return [None] * length[0] if len(length) == 1 and isinstance(length[0], int) else []
+
+
 def _normalized(node: ir.Node) -> ir.Value | None:
     """Return what a norm's operator reads, or what a reduction is over or over the squares of."""
     if node.op_type in OPERATORS and len(node.inputs) > 1:
