@@ -152,19 +152,6 @@ def simplified(path: Path, tool: str) -> None:
     onnx.save(module.slim(model) if tool == "onnxslim" else module.simplify(model)[0], path)
 
 
-def one_size(path: Path) -> None:
-    """Write attention as tracing has it: sizes are free by name alone."""
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, dropout=0.0)
-    net = randomise(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)).eval()
-    axes = {"x": {0: "b", 1: "s"}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            net, (torch.randn(2, 5, WIDTH),), str(path), dynamo=False, opset_version=14, input_names=["x"],
-            output_names=["y"], dynamic_axes=axes,
-        )  # fmt: skip
-
-
 Write = Callable[[Path], None]
 RIGHT: dict[str, tuple[Write, str, int, int]] = {
     **{f"opset {n}": (lambda path, n=n: traced(path, n), "pre", 5, 4) for n in (11, 12, 13, 14, 15, 16, 17)},
@@ -211,7 +198,6 @@ def test_it_is_read_rewritten_and_exported(name: str, tmp_path: Path) -> None:
 LEFT: dict[str, tuple[Write, str]] = {
     "tf2onnx": (like_tf2onnx, "LN205"),
     "opset 9": (lambda path: traced(path, 9), "LN027"),
-    "one size": (one_size, "--input"),
 }
 """Files that are left alone in part or refused, and the word that says so."""
 
