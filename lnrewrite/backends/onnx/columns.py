@@ -9,6 +9,7 @@ Biases and weights stay one each; the kernel takes the product itself, and where
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -100,8 +101,8 @@ def _run(value: ir.Value, known: Arrays) -> np.ndarray:
             known[value] = np.zeros(shape, np.int64)
         else:
             feed: Mapping[str, np.ndarray] = {str(v.name): _run(v, known) for v in node.inputs if v is not None}
-            run = ReferenceEvaluator(ir.serde.serialize_node(node))
-            known |= zip(node.outputs, run.run(None, dict(feed)), strict=True)
+            made: Any = ReferenceEvaluator(ir.serde.serialize_node(node)).run(None, dict(feed))
+            known |= zip(node.outputs, made, strict=True)
     return known[value]
 
 
