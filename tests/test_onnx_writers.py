@@ -218,10 +218,11 @@ def test_what_is_not_done_is_said(name: str, tmp_path: Path) -> None:
 
 
 def test_products_in_8_bits_keep_their_gains(tmp_path: Path) -> None:
-    """Folding into weights that are quantized is refused for each, and the export is right."""
+    """Folding into weights that are quantized is refused, and the export is right."""
     dynamic(path := tmp_path / "m.onnx")
     report = lnr.rewrite_file(path, "fold-affine", tmp_path / "folded.onnx", partial=True)
-    assert not sum(step.edits for step in report.steps) and len(report.refusals) == BLOCKS
+    assert not sum(step.edits for step in report.steps)
+    assert any("dynamicquantizelinear" in row.why for row in report.refusals)
     lnr.load(path).export(tmp_path / "cpu.onnx", target="cpu")
     wanted = outputs(path)
     assert np.abs(outputs(tmp_path / "cpu.onnx") - wanted).max() <= 2e-2 * np.abs(wanted).max()
