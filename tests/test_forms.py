@@ -19,7 +19,7 @@ from tiers import rows
 ORT = "1.31.1"
 ADDS = (
     "alone", "shared", "output", "broadcast", "vector", "scalar batch", "twice", "norm before", "norm behind", "bias",
-    "two norms", "constant", "same", "reshaped",
+    "two norms", "constant", "same", "reshaped", "reshaped, shared",
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def model_of(kind: str, dtype: ir.DataType, rank: int, add: str, opset: int, bet
     total = op("Add", x, weights(4) if add == "constant" else x if add == "same" else branch)
     total = op("Add", total, x) if add == "twice" else total
     read = total
-    if add == "reshaped":
+    if add.startswith("reshaped"):
         read = s("Reshape", total, np.array([-1, WIDTH]))
         read.shape, read.type = ir.Shape(["all", WIDTH]), ir.TensorType(dtype)
     outputs = [norm(s, kind, read, beta)]
@@ -62,6 +62,9 @@ def model_of(kind: str, dtype: ir.DataType, rank: int, add: str, opset: int, bet
         outputs.append(op("Relu", total))
     if add == "output":
         outputs.append(total)
+    if add == "reshaped, shared":
+        outputs.append(s("Relu", read))
+        outputs[-1].shape, outputs[-1].type = read.shape, read.type
     return finished(s, [x, skip] if add not in {"constant", "same"} else [x], outputs, opset)
 
 
@@ -99,7 +102,7 @@ def test_on_cuda_every_residual_add_that_can_ride_in_a_norm_does(add: str, kind:
     assert counts["Add"] == {"constant": 1, "vector": 1, "twice": 1, "norm behind": 1}.get(add, 0)
     for node in made.graph:
         if node.op_type == SKIP[kind]:
-            read = add in {"shared", "output", "two norms"}
+            read = add in {"shared", "output", "two norms", "reshaped, shared"}
             assert (len(node.outputs) == 4) == read
             assert (len(node.inputs) == (5 if kind == LAYER else 4)) == (add == "bias")
 

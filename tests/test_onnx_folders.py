@@ -150,6 +150,9 @@ def test_genai_builder(checkpoint: Path, tmp_path: Path, precision: str) -> None
     told = json.loads(ok(*command, "-o", folder := tmp_path / "out", "--json").stdout)
     assert kind == "int4" or told["steps"][0]["edits"] == 4
     if provider == "cpu":
+        more = ("--to", "peri", "--fit", "constants", "--json", "-o", peri := tmp_path / "peri")
+        assert json.loads(ok("convert", source, *more).stdout)["placement_after"] == "peri"
+        assert generate(peri, PROMPT, most=4, engine="genai").tokens
         for engine in ("genai", "session"):
             found = [generate(path, PROMPT, most=40, engine=engine).tokens for path in (source, folder)]
             assert found[0] == found[1]

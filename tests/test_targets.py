@@ -21,13 +21,16 @@ from tiers import rows
 from zoo import nets
 
 CALLED = {"mix": "Mix-LN", "sub": "Sub-LN", "lns": "LayerNorm Scaling"}
-FAMILIES = ("gpt2", "llama", "bert", "gemma2", "olmo2", "t5")  # opt's ONNX graph is taken for two streams (LN207)
+FAMILIES = ("gpt2", "llama", "bert", "gemma2", "olmo2", "t5", "opt")
 WIDTH = 24
 EXACT, NARROW = 1e-9, 1e-6
 """Bounds in float64, and where norms have their statistics in float32, as ONNX has them."""
 
 
-@pytest.mark.parametrize(("family", "to"), rows(product(FAMILIES, CALLED), sample=product(("llama",), CALLED)))
+SEEN = [row for row in product(FAMILIES, CALLED) if row != ("opt", "lns")]  # its factors stand behind a Reshape
+
+
+@pytest.mark.parametrize(("family", "to"), rows(SEEN, sample=product(("llama",), CALLED)))
 def test_a_target_is_seen_as_what_it_is_called(family: str, to: str, tmp_path: Path) -> None:
     """In a graph, captured afresh, and in an ONNX file that is converted or that what is converted was written to."""
     program, inputs = zoo.captured(family, depth=3)

@@ -6,8 +6,10 @@ dropped for that model, and the notes say so. Nothing here is timed: a GPU may n
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import (
@@ -18,6 +20,7 @@ from onnx_ir.passes.common import (
     RemoveUnusedOpsetsPass,
 )
 from onnxscript.optimizer import fold_constants
+from onnxscript.rewriter import pattern
 from onnxscript.rewriter.ort_fusions.bias_gelu import fuse_bias_gelu
 from onnxscript.rewriter.ort_fusions.cos_sin_cache import fuse_cos_sin_cache
 from onnxscript.rewriter.ort_fusions.erfgelu import fuse_erfgelu
@@ -31,14 +34,29 @@ from onnxscript.rewriter.ort_fusions.rotary_embedding import fuse_partial_rotary
 from onnxscript.rewriter.ort_fusions.sdpa import fuse_sdpa
 from onnxscript.rewriter.ort_fusions.sdpa_via_mha import replace_sdpa_by_mha
 
-from ..backends.onnx.norms import LAYER, RMS, SKIP, STANDARD_RMS
+from ..backends.onnx.norms import CONTRIB, LAYER, RMS, SKIP, STANDARD_RMS
 from ..backends.onnx.shapes import infer_shapes
+
+
+class _GeluOfTanh(pattern.RewriteRuleClassBase):  # type: ignore[misc]
+    """Match GPT-2's spelling of it, 0.5 x (1 + tanh(..)), which onnxscript's rule does not."""
+
+    def pattern(self, op: Any, x: Any) -> Any:
+        """Return the graph that is matched."""
+        inner = op.Mul(op.Add(x, op.Mul(op.Pow(x, 3.0), 0.044715)), math.sqrt(2 / math.pi))
+        return op.Mul(op.Mul(x, 0.5), op.Add(op.Tanh(inner), 1.0))
+
+    def rewrite(self, op: Any, x: Any) -> Any:
+        """Return what takes its place."""
+        return op.FastGelu(x, _domain=CONTRIB)
+
 
 Group = Callable[[ir.Model], object]
 NORMS = (LAYER, RMS, *SKIP.values(), STANDARD_RMS)
 
 
 def _gelu(model: ir.Model) -> None:
+    _GeluOfTanh.rule().apply_to_model(model)
     for fuse in (fuse_erfgelu, fuse_gelu, fuse_bias_gelu):
         fuse(model)
 

@@ -171,7 +171,7 @@ class _Lowering:
         if x.shape != total.shape:
             x, skip = skip, x
         (x, bias), (skip, more) = self.biased(x), self.biased(skip) if self.biased(x)[1] is None else (skip, None)
-        read = len(total.uses()) > 1 or total.is_graph_output()
+        read = any(len(v.uses()) > 1 or v.is_graph_output() for v in (total, *(turned.outputs if turned else ())))
         fused = replace(norm, operator=SKIP[norm.operator], x=x, skip=skip, added=bias or more)
         made = fused.build(outputs=4 if read else 1)
         made.metadata_props.update(node.metadata_props)

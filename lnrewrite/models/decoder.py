@@ -52,16 +52,18 @@ class Served(Program):
 
     def to_onnx(self, opset: int | None = None, *, contrib: bool = False) -> ir.Model:
         """Return the model in ONNX, with attention over the cache as ONNX Runtime has it where `contrib` allows."""
+        from ..backends.onnx.columns import gather_columns
         from ..backends.onnx.export import OPSET, to_onnx
+        from ..backends.onnx.flattening import keep_tokens_apart
         from ..backends.onnx.interface import name_part
-        from ..backends.onnx.packing import pack_heads, turn_weights
+        from ..backends.onnx.packing import pack_heads, turn_weights, unturned_norms
 
         c, found = self._capture, self.detection
         prepare = self.prepare if contrib else None
         model = to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
         self.dropped = name_part(model, self.part)
-        turn_weights(model)
-        pack_heads(model)
+        for tidy in (keep_tokens_apart, turn_weights, unturned_norms, gather_columns, pack_heads):
+            tidy(model)
         return model
 
     def prepare(self, module: CapturedModule) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from .norms import CONTRIB
+from .norms import CONTRIB, NormNode, resemble
 
 GROUPED = "GroupQueryAttention"
 Change = Callable[[Sequence[np.ndarray]], np.ndarray]
@@ -21,8 +21,8 @@ def turn_weights(model: ir.Model) -> None:
         (weight,), turned = node.inputs, node.outputs[0]
         if weight is None or weight.const_value is None or len(weight.uses()) > 1 or weight.is_graph_output():
             continue
-        rows, columns = _sizes(weight)
-        made = _stored(graph, [weight], f"{weight.name}_transposed", [columns, rows], lambda held: held[0].T)
+        rows, columns = sizes(weight)
+        made = stored_as(graph, [weight], f"{weight.name}_transposed", [columns, rows], lambda held: held[0].T)
         turned.replace_all_uses_with(made)
         graph.remove(node, safe=True)
         del graph.initializers[str(weight.name)]
@@ -34,18 +34,19 @@ def pack_heads(model: ir.Model) -> None:
     q = x W_q + b_q, k = x W_k + b_k, v = x W_v + b_v    ->    [q k v] = x [W_q W_k W_v] + [b_q b_k b_v]
     """
     for node in [n for n in model.graph if (n.domain, n.op_type) == (CONTRIB, GROUPED)]:
+        _scale(model, node)
         parts = [_product(value) for value in node.inputs[:3]]
         known = [part for part in parts if part is not None]
         if len(known) < 3 or len({part[0] for part in known}) > 1 or len({part[2] is None for part in known}) > 1:
             continue
         (x, first, bias), graph = known[0], model.graph
         weights, biases = [part[1] for part in known], [part[2] for part in known if part[2] is not None]
-        width = sum(_sizes(weight)[1] for weight in weights)
+        width = sum(sizes(weight)[1] for weight in weights)
         name = f"{first.name}_packed"
-        joined = _stored(graph, weights, name, [_sizes(first)[0], width], lambda held: np.concatenate(held, 1))
+        joined = stored_as(graph, weights, name, [sizes(first)[0], width], lambda held: np.concatenate(held, 1))
         made = [ir.node("MatMul", [x, joined])]
         if bias is not None:
-            added = _stored(graph, biases, f"{bias.name}_packed", [width], np.concatenate)
+            added = stored_as(graph, biases, f"{bias.name}_packed", [width], np.concatenate)
             made.append(ir.node("Add", [made[0].outputs[0], added]))
         for each in made:
             each.outputs[0].type, each.outputs[0].shape = x.type, ir.Shape([*(x.shape or ())[:-1], width])
@@ -53,6 +54,43 @@ def pack_heads(model: ir.Model) -> None:
         for index, value in enumerate((made[-1].outputs[0], None, None)):
             node.replace_input_with(index, value)
     RemoveUnusedNodesPass()(model)
+
+
+def _scale(model: ir.Model, node: ir.Node) -> None:
+    """Let the kernel multiply by a number that its queries are multiplied by before."""
+    value, scale = node.inputs[0], node.attributes.get_float("scale", 0.0)
+    before = value.producer() if value is not None and len(value.uses()) == 1 else None
+    if before is None or before.op_type != "Mul" or before.domain or not scale:
+        return
+    held = sorted((v for v in before.inputs if v is not None), key=lambda v: v.const_value is not None)
+    number = held[-1].const_value
+    if len(held) == 2 and number is not None and number.size == 1 and held[0].const_value is None:
+        node.attributes["scale"] = ir.AttrFloat32("scale", scale * float(number.numpy().item()))
+        node.replace_input_with(0, held[0])
+        model.graph.remove(before, safe=True)
+
+
+def unturned_norms(model: ir.Model) -> None:
+    """Let norms of heads run over tokens as they lie: turned, normed and turned back is normed."""
+    for node in model.graph:
+        norm = NormNode.read(node)
+        if norm is None or norm.axes != 1 or len(node.outputs) > 1 or (before := _turn(norm.x.producer())) is None:
+            continue
+        (source,), after = before.inputs, [_turn(use.node) for use in node.outputs[0].uses()]
+        if source is None or node.outputs[0].is_graph_output() or any(turn is None for turn in after):
+            continue
+        node.replace_input_with(0, source)
+        resemble(node.outputs[0], source)
+        for turn in after:
+            if turn is not None:
+                turn.outputs[0].replace_all_uses_with(node.outputs[0], replace_graph_outputs=False)
+    RemoveUnusedNodesPass()(model)
+
+
+def _turn(node: ir.Node | None) -> ir.Node | None:
+    """Return a node that changes heads and tokens of [batch, heads, tokens, size], None for any other."""
+    plain = node is not None and node.op_type == "Transpose" and not node.domain
+    return node if plain and node.attributes.get_ints("perm", ()) == (0, 2, 1, 3) else None  # type: ignore[union-attr]
 
 
 def _product(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value | None] | None:
@@ -73,11 +111,11 @@ def _product(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value | Non
     return (x, weight, bias) if alone and len(value.shape) == 3 else None
 
 
-def _sizes(value: ir.Value) -> list[int]:
+def sizes(value: ir.Value) -> list[int]:
     return [int(str(size)) for size in value.shape or ()]
 
 
-def _stored(graph: ir.Graph, of: Sequence[ir.Value], name: str, shape: Sequence[int], change: Change) -> ir.Value:
+def stored_as(graph: ir.Graph, of: Sequence[ir.Value], name: str, shape: Sequence[int], change: Change) -> ir.Value:
     """Return a new initializer that is computed of others when it is written."""
     held = [value.const_value for value in of if value.const_value is not None]
 

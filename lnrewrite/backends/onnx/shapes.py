@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from .norms import CONTRIB
-from .widths import told_by_gains
+from .widths import told_by_gains, told_by_products, told_by_reshapes
 
 LIKE_FIRST = {
     ("", "LayerNormalization"): 3, ("", "SimplifiedLayerNormalization"): 2, (CONTRIB, "FastGelu"): 2,
@@ -28,7 +28,7 @@ def infer_shapes(model: ir.Model) -> None:
         again = True
         while again:
             ShapeInferencePass(check_type=False, strict_mode=False)(model)
-            again = told_by_gains(model.graph)
+            again = any(tell(model.graph) for tell in (told_by_reshapes, told_by_products, told_by_gains))
 
 
 def infer_types(model: ir.Model) -> None:

@@ -1,4 +1,4 @@
-"""Tell how wide a normalized value is by the gain behind it, where nothing else does.
+"""Tell sizes where onnx's own inference does not: how wide a normalized value is, by the gain behind it.
 
     x [.., ?] -> (x - mean(x)) / sqrt(var(x) + eps) -> * gain [N]    ->    x [.., N]
 
@@ -32,6 +32,54 @@ def told_by_gains(graph: ir.Graph) -> bool:
             x.shape = ir.Shape([*list(x.shape)[:-1], widths.pop()])
             found = True
     return found
+
+
+def told_by_reshapes(graph: ir.Graph) -> bool:
+    """Write ranks, and the sizes that a Concat of them holds, into what reshapes give; return whether there were any.
+
+    onnx's own inference says nothing of a Reshape to a computed shape before opset 14.
+    """
+    found = False
+    for node in graph:
+        if node.op_type != "Reshape" or node.domain or node.outputs[0].shape is not None or node.inputs[1] is None:
+            continue
+        length = list(node.inputs[1].shape or ())
+        parts = node.inputs[1].producer()
+        sizes: list[int | None] = [None] * (length[0] if len(length) == 1 and isinstance(length[0], int) else 0)
+        if parts is not None and parts.op_type == "Concat":
+            held = [_sizes(value) for value in parts.inputs]
+            sizes = [size for each in held for size in each] if all(held) else sizes
+        if sizes:
+            node.outputs[0].shape = ir.Shape([size if size and size > 0 else None for size in sizes])
+            found = True
+    return found
+
+
+def told_by_products(graph: ir.Graph) -> bool:
+    """Write the shapes of ONNX Runtime's FusedMatMul, which transposes its factors; return whether there were any."""
+    found = False
+    for node in graph:
+        batched = any(node.attributes.get_int(name, 0) for name in ("transBatchA", "transBatchB"))
+        if node.op_type != "FusedMatMul" or node.outputs[0].shape is not None or batched:
+            continue
+        shapes = [list(v.shape) if v is not None and v.shape is not None else [] for v in node.inputs[:2]]
+        if len(shapes) < 2 or len(shapes[0]) != len(shapes[1]) or len(shapes[0]) < 2:
+            continue
+        a, b = shapes
+        rows, columns = (node.attributes.get_int(name, 0) for name in ("transA", "transB"))
+        node.outputs[0].shape = ir.Shape([*a[:-2], a[-1 if rows else -2], b[-2 if columns else -1]])
+        node.outputs[0].type = node.outputs[0].type or node.inputs[0].type  # type: ignore[union-attr]
+        found = True
+    return found
+
+
+def _sizes(value: ir.Value | None) -> list[int | None]:
+    """Return the sizes that a piece of a computed shape holds, None for one that is not known; none for any number."""
+    held = ir.convenience.get_const_tensor(value) if value is not None else None
+    if held is not None:
+        return [int(size) for size in held.numpy().reshape(-1)]
+    length = list(value.shape) if value is not None and value.shape is not None else []
+    return [None] * length[0] if len(length) == 1 and isinstance(length[0], int) else []
 
 
 def _normalized(node: ir.Node) -> ir.Value | None:
