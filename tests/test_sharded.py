@@ -177,7 +177,10 @@ def test_many_processes_write_the_folder_that_one_does(kind: str, size: int, fol
     assert moved == ({n for n in before if "norm" in n} if kind == "norms" else set(before))
     for name, tensor in ours.items():
         assert theirs[name].dtype == before[name].dtype
-        assert torch.allclose(theirs[name].float(), tensor.float(), atol=4e-3 if low else 2e-4), name
+        assert low or torch.allclose(theirs[name], tensor, atol=2e-4), name
+    if low:  # Adam's first steps are as long where a gradient is rounding alone
+        flat = [torch.cat([held[n].float().flatten() for n in ours]) for held in (ours, theirs, before)]
+        assert (flat[0] - flat[1]).norm() < 0.3 * (flat[0] - flat[2]).norm()
 
 
 @pytest.mark.exhaustive
