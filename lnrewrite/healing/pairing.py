@@ -47,14 +47,14 @@ class Pair:
         sites += [site.norm for site in program.network.elsewhere]
         norms = {n for norm in sites for n in (norm.gamma, norm.beta) if n in every}
         if train == "touched":
-            norms |= {n for n, p in every.items() if not _equal(p, self._teachers(n))}
+            norms |= {n for n, p in every.items() if not _equal(p, self.teachers(n))}
         return frozenset(norms)
 
     def grown(self, program: Program) -> dict[str, float]:
         """Return how many times larger than the teacher's each matrix of a program is that a conversion scaled."""
         sizes = {}
         for name, parameter in program.module().named_parameters():
-            theirs = self._teachers(name)
+            theirs = self.teachers(name)
             if parameter.dim() >= 2 and theirs is not None and theirs.shape == parameter.shape:
                 own, other = (float(p.detach().float().norm()) for p in (parameter, theirs))
                 if own and other and own != other:
@@ -65,13 +65,14 @@ class Pair:
         """Make a program use the teacher's tensors, while it trains, where both are equal; return those parameters."""
         shared = []
         for name, parameter in program.module().named_parameters():
-            theirs = self._teachers(name)
+            theirs = self.teachers(name)
             if name not in trained and theirs is not None and _equal(parameter, theirs):
                 parameter.data = theirs.data
                 shared.append(parameter)
         return shared
 
-    def _teachers(self, name: str) -> torch.Tensor | None:
+    def teachers(self, name: str) -> torch.Tensor | None:
+        """Return the teacher's tensor of that name, or None."""
         return stored(self.teacher.module(), name)
 
 

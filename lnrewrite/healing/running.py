@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+from torch import Tensor
+
 from ..algebra.placement import switches, usual_norm
 from ..backends.inputs import Tensors
 from ..comparison.verifying import drift
@@ -18,7 +20,7 @@ from ..pipeline.results import Json
 from ..quiet import LOGGER
 from .budget import Budget
 from .config import TRAINED, HealingConfig
-from .distributed import World
+from .distributed import World, local, part_of
 from .folding import fold, unfoldable
 from .living import LivingStudent
 from .losses import Measured, Mix, Objective, losses_of
@@ -85,40 +87,46 @@ class Healing:
         names = self.pair.trained(working, self.config.train)
         of = sum(p.numel() for p in working.module().parameters())
         count = sum(p.numel() for n, p in working.module().named_parameters() if n in names)
-        sizes = self.pair.grown(working)
         shared = self.pair.share_untrained(working, names)
-        watched = self.pair.teacher.apply([], "heal")[0] if self.world.size > 1 else self.pair.teacher
-        teacher = self.side(watched)
-        student = self.side(working, tapering)
-        self.gap = self.gap_to(teacher, student)
-        if not self.config.losses and self.mix.task:
-            self.mix = Mix.usual(self.gap, self.budget.steps(0))
-        phase = self.phase("global", student, teacher, self.mix, names, sizes)
-        phase.check(self.source, self.world)
-        spent = self.config.local_steps * self.budget.step
-        if self.config.local_steps:
-            student.view.detached = True
-            touched = self.pair.trained(working, "touched") & names
-            local = replace(phase, name="local", mix=Mix(hidden=1.0), trained=touched, tapers=())
-            local.check(self.source, self.world)
-            self.train(local, self.config.local_steps)
-            student.view.detached = False
-        rates = {"student": self.chosen(phase)}
-        steps = self.budget.steps(spent + rates["student"].tokens)
-        self.train(rates["student"].on(phase), steps)
-        self.world.gather(student.view, working.module())
+        rates, steps, control = self.teach(working, names)
         for parameter in shared:
             parameter.data = parameter.data.clone()
         healed = fold(tapering, working) if tapering else working
         for parameter in healed.module().parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         losses["healed"] = self.measure(healed)
-        if self.controlled:
-            control, rates["control"] = self.control(steps)
-            losses["control"] = self.measure(control)
+        if control:
+            losses["control"] = control
         seconds = time.perf_counter() - started
         trained = {"which": TRAINED[self.config.train], "tensors": len(names), "parameters": count, "of": of}
         return healed, self.outcome(healed, losses, trained, steps, rates, seconds)
+
+    def teach(self, working: Program, names: frozenset[str]) -> tuple[dict[str, Rates], int, Measured | None]:
+        """Train a student; return the rates, its steps, and the losses of the control where there is one.
+
+        The control is trained first, and is the teacher then: what the data say of the task the student learns from its
+        outputs, which are no noisy targets, and starts with what they changed in the weights.
+        """
+        sizes, touched = self.pair.grown(working), self.pair.trained(working, "touched") & names
+        copied = self.controlled or self.world.size > 1
+        teacher = self.side(self.pair.teacher.apply([], "heal")[0] if copied else self.pair.teacher)
+        student = self.side(working, self.tapering)
+        phases, rates, control = self.phases(student, teacher, names, touched, sizes), dict[str, Rates](), None
+        for phase in phases:
+            phase.check(self.source, self.world)
+        if self.controlled:
+            rates["control"] = self.control(teacher)
+            control = self.measure(teacher.program)
+            self.follow(teacher, student, names, sizes)
+            phases = self.phases(student, teacher, names, touched, sizes)
+        *before, last = phases
+        for phase in before:
+            self.train(phase, self.config.local_steps)
+        rates = {"student": self.chosen(last), **rates}
+        spent = self.config.local_steps * self.budget.step + rates["student"].tokens
+        self.train(rates["student"].on(last), steps := self.budget.steps(spent))
+        self.world.gather(student.view, working.module())
+        return rates, steps, control
 
     @property
     def shown(self) -> list[Tensors]:
@@ -129,15 +137,48 @@ class Healing:
     def controlled(self) -> bool:
         return self.config.control and self.objective.has_task(self.measured[0])
 
-    def control(self, steps: int) -> tuple[Program, Rates]:
-        """Return the teacher, trained as long on the same tokens on the task alone, and the rates for it."""
-        control = self.pair.teacher.apply([], "heal")[0]
-        side = self.side(control)
-        phase = self.phase("control", side, None, Mix(task=1.0), self.pair.trained(control, self.config.train), {})
+    def phases(
+        self,
+        student: Participant,
+        teacher: Participant,
+        names: frozenset[str],
+        touched: frozenset[str],
+        sizes: Mapping[str, float],
+    ) -> list[Phase]:
+        """Return the phases of a student, a local one where that has steps; what they learn follows from its gap."""
+        self.gap = self.gap_to(teacher, student)
+        if not self.config.losses and self.objective.has_task(self.measured[0]):
+            self.mix = Mix.usual(self.gap, self.budget.steps(0), self.controlled)
+        last = self.phase("global", student, teacher, self.mix, names, sizes)
+        first = replace(last, name="local", mix=Mix(hidden=1.0), trained=touched, tapers=(), detached=True)
+        return [first, last] if self.config.local_steps else [last]
+
+    def control(self, teacher: Participant) -> Rates:
+        """Train a copy of the teacher on the same tokens on the task alone; return the rates for it."""
+        trained = self.pair.trained(self.pair.teacher, self.config.train)
+        phase = self.phase("control", teacher, None, Mix(task=1.0), trained, {})
         rates = self.chosen(phase)
-        self.train(rates.on(phase), steps)
-        self.world.gather(side.view, control.module())
-        return control, rates
+        self.train(rates.on(phase), self.budget.steps(rates.tokens))
+        self.world.gather(teacher.view, teacher.program.module())
+        return rates
+
+    def follow(
+        self, teacher: Participant, student: Participant, names: frozenset[str], sizes: Mapping[str, float]
+    ) -> None:
+        """Give a student what training changed in its teacher, where that brings it nearer."""
+        theirs = {teacher.view.origin(n): p for n, p in teacher.view.named_parameters()}
+        harm, kept = Harm(self.objective, self.source, self.world), list[tuple[Tensor, Tensor]]()
+        before = harm.between(teacher, student)
+        for of_view, parameter in student.view.named_parameters():
+            name = student.view.origin(of_view)
+            was, now = self.pair.teachers(name), theirs.get(name)
+            if name in names and was is not None and now is not None and was.shape == parameter.shape:
+                kept.append((held := local(parameter).detach(), held.clone()))
+                step = local(now).detach() - part_of(was.detach().to(self.world.device), now)
+                held.add_(step, alpha=sizes.get(name, 1.0))
+        if not harm.between(teacher, student) < before:
+            for held, value in kept:
+                held.copy_(value)
 
     def side(self, program: Program, tapering: Tapering | None = None) -> Participant:
         """Return a program with its view, on this process's device and sharded where there are several."""

@@ -58,7 +58,7 @@ class Participant:
 
 @dataclass
 class Phase:
-    """Train `student` for so many steps on a mix of losses; `tapers` are what moves in it.
+    """Train `student` for so many steps on a mix of losses; `tapers` are what moves; `detached` parts learn alone.
 
     `sizes` says how many times larger a matrix is than the teacher's: its steps are as many times longer, so that a
     matrix which took in the scale of a norm learns as it did before.
@@ -76,6 +76,7 @@ class Phase:
     lr: float
     gain_lr: float = 1.0
     tapers: Sequence[Taper] = ()
+    detached: bool = False
 
     def run(self, source: BatchSource, snapshots: Snapshots, world: World) -> None:
         """Train from the last checkpoint, or from the start, to the end.
@@ -115,6 +116,7 @@ class Phase:
     def marked(self) -> list[tuple[str, nn.Parameter]]:
         """Return what is trained, by its name in the model; the rest takes no gradient."""
         view = self.student.view
+        view.detached = self.detached
         for name, parameter in view.named_parameters():
             parameter.requires_grad_(view.origin(name) in self.trained)
         return [(view.origin(n), p) for n, p in view.named_parameters() if p.requires_grad]
