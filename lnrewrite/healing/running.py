@@ -148,7 +148,8 @@ class Healing:
         """Return the phases of a student, a local one where that has steps; what they learn follows from its gap."""
         self.gap = self.gap_to(teacher, student)
         if not self.config.losses and self.objective.has_task(self.measured[0]):
-            self.mix = Mix.usual(self.gap, self.budget.steps(0), self.controlled)
+            taught = self.controlled and not self.tapering  # tapers start at the teacher: at first only the task
+            self.mix = Mix.usual(self.gap, self.budget.steps(0), taught)
         last = self.phase("global", student, teacher, self.mix, names, sizes)
         first = replace(last, name="local", mix=Mix(hidden=1.0), trained=touched, tapers=(), detached=True)
         return [first, last] if self.config.local_steps else [last]
