@@ -7,8 +7,8 @@
 What a user types: `place{to=...}` with 8,192 tokens of the shipped training text, then `lnr.heal` with the text that
 the models learned, the Python standard library, and a number of tokens: a share of those that they were trained on. It
 is measured on files that no model ever saw. The control is the model itself, trained on the same windows on the task
-alone (each run of `heal` trains one; here one for each seed does). With --rows, what is done is kept, and a run that
-was stopped goes on there.
+alone; it teaches the student, so each run trains one. With --rows, what is done is kept, and a run that was stopped
+goes on there.
 """
 
 import json
@@ -55,10 +55,10 @@ def teacher_of(model: str) -> Program:
 def one(job: Job) -> dict:
     """Convert, heal, and return the job with what the report says."""
     torch.set_num_threads(1)
-    started, teacher, control = time.perf_counter(), teacher_of(job["model"]), job["controlled"]
+    started, teacher = time.perf_counter(), teacher_of(job["model"])
     place = lnr.Pipeline.parse(f"place{{to={job['to']} fit={job['fit']}}}")
     student = place.run(teacher, demo.calibration(seed=job["seed"])).program
-    how = {"tokens": job["tokens"], "seed": job["seed"], "held_out": job["held_out"], "control": control}
+    how = {"tokens": job["tokens"], "seed": job["seed"], "held_out": job["held_out"]}
     how |= {key: json.loads(value) for key, value in (option.split("=", 1) for option in job["options"])}
     report = lnr.heal(teacher, student, job["text"], **how).report
     losses = {name: row["mean"] for name, row in report.losses.items()}
@@ -87,7 +87,7 @@ def _name(job: dict) -> str:
 
 def table(rows: list[dict], tokens: int, share: float) -> None:
     """Print the gaps to the control, mean and extremes over seeds."""
-    control = {r["seed"]: r["losses"]["control"] for r in rows if "control" in r["losses"]}
+    control = {r["seed"]: r["losses"]["control"] for r in rows}
     trained = rows[0]["losses"]["teacher"]
     click.echo(f"\n**{Path(rows[0]['model']).stem}**: as trained {trained:.4f} nats per byte, control ", nl=False)
     click.echo(f"{statistics.fmean(control.values()):.4f}; {tokens:,} tokens, {share:.0%} of its training:\n")
@@ -133,7 +133,7 @@ def main(
         held_out.write_bytes(demo.heldout_text())
         base = {"model": model, "fit": fit, "tokens": tokens, "text": str(text), "held_out": str(held_out)}
         jobs = [base | {"options": list(options), "to": to, "seed": s} for s in range(seeds) for to in placements]
-        found = run_all([job | {"controlled": job["to"] == placements[0]} for job in jobs], rows, processes)
+        found = run_all(jobs, rows, processes)
     table(found, tokens, share)
     minutes, each = (time.perf_counter() - started) / 60, sum(r["seconds"] for r in found) / 60
     click.echo(f"\n{len(found)} runs, {processes} at a time, one thread each: {minutes:.1f} min ({each:.1f} in all)")

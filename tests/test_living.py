@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from torch import nn
 import lnrewrite as lnr
 import zoo
 from lnrewrite import demo
+from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.session import Healed
 from lnrewrite.healing.snapshots import Snapshots
+from test_resuming import Killed, killed_at
 from tiers import rows
 from zoo import families
 
@@ -29,6 +33,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "drop_final": {"drop_final": True},
     "all gone": {"progressive": True, "drop_final": True},
 }
+"""Those that say what moves and what is trained; these have all models and placements."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "tokens": {"tokens": 2000, "steps": None},
+    "losses": {"losses": "task=1,hidden=2,spread=0.3"},
+    "no task": {"losses": "kl=1"},
+    "control": {"control": True, "control_lr": 1e-3},
+    "accumulate": {"accumulate": 2},
+    "rates": {"lr": 2e-3, "gain_lr": 3.0, "warmup": 1, "weight_decay": 0.0, "max_grad_norm": 0.1},
+    "rehearse": {"rehearse": 0.5},
+    "bf16": {"bf16": True},
+    "recomputed": {"gradient_checkpointing": True},
+    "kept": {"run": "run", "save_steps": 1, "restart": True},
+    "ramp": {"progressive": True, "ramp": 0.3, "seed": 1},
+    "written": {"output": "healed.pt2", "force": False},
+    "held out": {"held_out": "held.pt", "device": "cpu"},
+    "a text": {"data": "t.txt", "length": 8, "tokenizer": None, "field": "text"},
+}
+ELSEWHERE = {"batch_size", "kwargs", "config", "choices", "resume"}  # of every run here; and the last test
 MODELS = ("tinygpt", "llama", "gpt2", "opt")
 HOW: dict[str, Any] = {"steps": 3, "lr": 1e-3, "warmup": 0, "control": False}
 
@@ -46,9 +69,9 @@ def pair(name: str, to: str) -> tuple[nn.Module, nn.Module, list[dict[str, Any]]
     return teacher, student, batches
 
 
-def heal(teacher: Any, student: Any, batches: list[dict[str, Any]], **how: Any) -> Healed:
+def heal(teacher: Any, student: Any, batches: list[dict[str, Any]], data: Any = None, **how: Any) -> Healed:
     rows = len(next(iter(batches[0].values())))
-    return lnr.heal(teacher, student, batches, kwargs=batches[0], batch_size=rows, **HOW | how)
+    return lnr.heal(teacher, student, data or batches, kwargs=batches[0], batch_size=rows, **HOW | how)
 
 
 def outputs(module: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -61,7 +84,7 @@ def near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((one - other).abs().max() <= 1e-5 * one.abs().max())
 
 
-CASES = list(product(MODELS, ("post", "peri", "output", "none"), OPTIONS))
+CASES = [*product(MODELS, ("post", "peri", "output", "none"), OPTIONS), *product(MODELS[:1], ("peri",), OTHERS)]
 SAMPLE = [
     ("tinygpt", "peri", "plain"),
     ("llama", "peri", "progressive"),
@@ -74,6 +97,9 @@ def test_the_student_computes_what_was_healed_or_is_refused_before(
     name: str, to: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher, student, batches = pair(name, to)
+    monkeypatch.chdir(tmp_path)
+    torch.save({"input_ids": torch.cat([batch["input_ids"] for batch in batches])}, "held.pt")
+    Path("t.txt").write_bytes(demo.training_text(4_000))
     own = dict(student.named_parameters())
     state = {n: p.detach().clone() for n, p in teacher.named_parameters()}
     start = outputs(student, batches[0])
@@ -81,9 +107,9 @@ def test_the_student_computes_what_was_healed_or_is_refused_before(
     log = Snapshots.log
     monkeypatch.setattr(Snapshots, "log", lambda self, row: (trained.append(row), log(self, row))[1])
     try:
-        found = heal(teacher, student, batches, **OPTIONS[option])
+        found = heal(teacher, student, batches, **(OPTIONS | OTHERS)[option])
     except lnr.LnrewriteError as error:
-        assert error.code == "LN602" and not trained, error
+        assert option in OPTIONS and error.code == "LN602" and not trained, error
         assert torch.equal(outputs(student, batches[0]), start)
         return
     assert found.module is student and trained
@@ -98,6 +124,26 @@ def test_the_student_computes_what_was_healed_or_is_refused_before(
         student.save_pretrained(tmp_path / "saved")
         again = lnr.load(tmp_path / "saved")
         assert near(outputs(again.module(), batches[1]), outputs(student, batches[1]))
+
+
+def test_every_option_of_a_healing_is_among_these() -> None:
+    """One that is new has to be seen on a module too."""
+    seen = {key for how in (OPTIONS | OTHERS).values() for key in how} | HOW.keys() | ELSEWHERE
+    given = inspect.signature(lnr.heal).parameters.keys() - {"teacher", "student"}
+    assert seen >= {field.name for field in fields(HealingConfig)} | given
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_a_module_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, student, batches = pair("tinygpt", "peri")
+    whole, again = (copy.deepcopy(student) for _ in range(2))
+    heal(teacher, whole, batches, save_steps=1)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        killed_at(patched, "global", 3)
+        heal(teacher, student, batches, save_steps=1, run=tmp_path / "run")
+    heal(teacher, again, batches, save_steps=1, run=tmp_path / "run", resume=True)
+    assert torch.equal(outputs(whole, batches[0]), outputs(again, batches[0]))
+    assert not torch.equal(outputs(whole, batches[0]), outputs(student, batches[0]))
 
 
 def test_a_student_that_cannot_follow_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:

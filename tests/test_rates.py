@@ -172,6 +172,7 @@ def test_the_teacher_leads_where_the_way_is_far_and_the_steps_are_few() -> None:
     far, near, long = Mix.usual(0.3, 500), Mix.usual(0.01, 500), Mix.usual(0.3, 5000)
     assert far.hidden == 25 and far.kl == 1 and near.hidden < 3 and long.hidden < 6
     assert far.task == near.task == long.task and Mix.usual(0.0, 10).hidden == 1
+    assert Mix.usual(0.01, 500, taught=True).task == 0  # the teacher's outputs hold what the targets say
 
 
 def test_what_is_asked_for_is_what_is_used(pair: Any, text: str) -> None:
@@ -206,7 +207,7 @@ def test_the_budget_holds_the_trials_and_the_report_tells_them(
     assert control["gain_lr"] == 1
     logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert len([row for row in logged if row["phase"] == "global"]) == report.recipe["steps"]
-    assert len([row for row in logged if row["phase"] == "control"]) == report.recipe["steps"]
+    assert len([row for row in logged if row["phase"] == "control"]) == 50 - 2 * control["trials"]
     kept = [row for row in logged if row["phase"] == "global rates"]
     assert [row["step"] for row in kept] == [*range(1, student["trials"] + 1), 0]
     assert f"from {student['trials']} trials" in str(report)

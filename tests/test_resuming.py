@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.connection
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ from torch import nn
 
 import lnrewrite as lnr
 import zoo
+from commands import started
 from lnrewrite import demo
+from lnrewrite.healing import budget, snapshots
 from lnrewrite.healing.session import Healed
 from lnrewrite.healing.snapshots import Snapshots
 from lnrewrite.models.program import Program
@@ -116,3 +121,90 @@ def test_a_line_that_a_stop_cut_takes_no_other_line_with_it(
     assert same(whole, lnr.heal(*pair, text, **how, control=False, run=run, resume=True))
     held = [json.loads(line)["step"] for line in log.read_text().splitlines() if line.endswith("}")]
     assert held == [0, 1, 2, 4, 5]  # of step 3, a part
+
+
+# ---- kill -9, of one process and of two ----
+
+PHASES = ("local", "global rates", "global", "control rates", "control")
+KILLED = [
+    (world, phase, moment, step)
+    for world in (1, 2)
+    for phase in PHASES
+    for moment, step in (("logging", 1), ("logging", 2), ("keeping", 2), ("keeping", 4))
+    if moment == "logging" or "rates" not in phase  # trials have no checkpoints
+]
+
+
+def healing(rank: int, world: int, folder: Path, name: str, at: tuple[str, str, int] | None, resume: bool) -> None:
+    """Run in each of `world` processes: heal, write the weights; process `step % world` ends where `at` says.
+
+    Only the first process puts a checkpoint into its place, at even steps.
+    """
+    torch.set_num_threads(1)
+    budget.TRIAL, budget.SHORTEST = 2, 2
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(28300 + os.getppid() % 400), "WORLD_SIZE": str(world)}
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK="0")
+    if at:
+        moment, phase, step = at
+        log, replace = Snapshots.log, os.replace
+
+        def end() -> None:
+            if rank == step % world:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def logged(self: Snapshots, row: Any) -> None:
+            if moment == "logging" and (row["phase"], row["step"]) == (phase, step):
+                end()
+            log(self, row)
+
+        def replaced(source: Any, target: Any) -> None:
+            if moment == "keeping" and Path(target).name == f"{phase}-{step:06d}":
+                end()
+            replace(source, target)
+
+        Snapshots.log, snapshots.os.replace = logged, replaced  # type: ignore[method-assign, attr-defined]
+    how = {"batch_size": 4, "length": 16, "steps": 5, "local_steps": 5, "save_steps": 2, "warmup": 0}
+    pair = lnr.load("zoo:short_gpt"), lnr.load(str(folder / "none.pt2"))
+    found = lnr.heal(*pair, str(folder / "t.txt"), **how, run=folder / name, resume=resume)
+    if rank == 0:
+        weights = {n: p.detach() for n, p in found.program.module().named_parameters()}
+        torch.save((weights, found.report.losses), folder / f"{name}.pt")
+
+
+def processes(world: int, *how: Any) -> list[int]:
+    """Run `healing`; when one process is killed the others are, as torchrun does. Return how each ended."""
+    every = [started(healing, rank, world, *how) for rank in range(world)]
+    left = list(every)
+    while left:
+        multiprocessing.connection.wait([p.sentinel for p in left])
+        if any(p.exitcode for p in left):
+            for process in left:
+                process.kill()
+        for process in [p for p in left if p.exitcode is not None]:
+            process.join()
+            left.remove(process)
+    return [p.exitcode for p in every]
+
+
+@pytest.fixture(scope="module")
+def folder(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that holds a student and a text, long enough for rates to be tried."""
+    found = tmp_path_factory.mktemp("killed")
+    pair[1].save(str(found / "none.pt2"))
+    (found / "t.txt").write_bytes(demo.training_text(20_000))
+    return found
+
+
+@pytest.mark.parametrize(("world", "phase", "moment", "step"), rows(KILLED, sample=[]))
+def test_a_run_that_was_killed_goes_on(world: int, phase: str, moment: str, step: int, folder: Path) -> None:
+    """Before a step or a trial is told, and before a checkpoint takes its place: bit for bit as if it ran through."""
+    whole = folder / f"whole{world}.pt"
+    if not whole.exists():
+        assert processes(world, folder, whole.stem, None, False) == [0] * world
+    name = f"{phase.replace(' ', '_')}-{moment}-{step}-{world}"
+    ended = processes(world, folder, name, (moment, phase, step), False)
+    assert -signal.SIGKILL in ended and not (folder / f"{name}.pt").exists(), ended
+    assert processes(world, folder, name, None, True) == [0] * world
+    (theirs, told), (ours, lost) = (torch.load(p, weights_only=True) for p in (whole, folder / f"{name}.pt"))
+    assert lost == told and theirs.keys() == ours.keys()
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)

@@ -44,7 +44,7 @@ DATA = ".txt .jsonl .parquet .npy .bin .npz .pt .safetensors or pkg.module:itera
 )
 @click.option("--ramp", default=0.6, show_default=True, help="The share of the steps in which norms move.")
 @click.option("--drop-final", is_flag=True, help="Also remove the final norm, gradually.")
-@click.option("--no-control", is_flag=True, help="Do not train the teacher on the same tokens.")
+@click.option("--no-control", is_flag=True, help="Do not train the teacher on the same tokens first.")
 @click.option("--batch-size", type=int, help="Rows of a step, over all processes; default a few.")
 @click.option("--accumulate", default=1, show_default=True, help="Micro-batches of a step.")
 @click.option("--rehearse", default=0.0625, show_default=True, help="This share of the rows holds random tokens.")

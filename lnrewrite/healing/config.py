@@ -34,7 +34,8 @@ class HealingConfig:
     progressive: start at the teacher exactly and move norms by degrees within `ramp` of the steps (`Tapering`); the
     student then says only where norms shall sit. stages: block selections, or places (in, out, post, final, or values:
     what makes an attention's values), that move one after the other. drop_final: take the final norm away by degrees
-    too; it anchors the logits, so it stays by default. control: train the teacher on the same tokens.
+    too; it anchors the logits, so it stays by default. control: train the teacher on the same tokens,
+    on the task alone and before the student, which learns from it then.
 
     batch_size: rows of a step over all processes, in `accumulate` micro-batches; None is a few. rehearse: this share of
     all rows holds random tokens, and there the student only copies the teacher, so that what the data lack does not

@@ -49,14 +49,16 @@ class Mix:
     spread: float = 0.0
 
     @classmethod
-    def usual(cls, gap: float, steps: int) -> Self:
+    def usual(cls, gap: float, steps: int, taught: bool = False) -> Self:
         """Return the mix for a student that starts at such a divergence from its teacher in nats.
 
         The teacher's states lead where the way is far and the steps are few, the task where it is near or they are many
-        (demo:tinygpt and a second model, at one and ten per cent of their tokens).
+        (demo:tinygpt and a second model, at one and ten per cent of their tokens). taught: whether the teacher learned
+        the task from the same data, so that its outputs say all that targets do, and without their noise.
         """
         share = min(1.0, gap / FAR) * min(1.0, FEW / steps)
-        return cls(task=0.5, kl=0.5 + 0.5 * share, hidden=1 + 24 * share, spread=0.1)
+        task, kl = (0.0, 1.0) if taught else (0.5, 0.5 + 0.5 * share)
+        return cls(task=task, kl=kl, hidden=1 + 24 * share, spread=0.1)
 
     @classmethod
     def parse(cls, text: str) -> Self:

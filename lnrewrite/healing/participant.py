@@ -95,6 +95,13 @@ class Participant:
         """Return the parameter that the program knows by any name, None where it has none."""
         return self.named.get(self.view.first(name) or name)
 
+    def moved(self, name: str) -> Tensor:
+        """Return how far training has taken this process's rows of a parameter from the program's."""
+        parameter = self.named[self.view.first(name) or name]
+        rows = self.world.piece(len(parameter)) if parameter.dim() else slice(1)
+        here = local(parameter).detach()
+        return here - self.program.rows(name, rows).to(here)
+
     def run(self, batch: Tensors) -> ViewOutput:
         """Run the view on a batch."""
         low = torch.autocast(self.world.device.type, torch.bfloat16) if self.bf16 else nullcontext()

@@ -1,4 +1,4 @@
-"""Run a healing from its checks to its figures: phases in their order, and a control behind them."""
+"""Run a healing from its checks to its figures: a control, which teaches then, and phases in their order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+
+import torch
 
 from ..algebra.placement import switches, usual_norm
 from ..backends.inputs import Tensors
@@ -17,7 +19,7 @@ from ..pipeline.results import Drift, Json
 from ..quiet import LOGGER
 from .budget import Budget
 from .config import TRAINED, HealingConfig
-from .distributed import World
+from .distributed import World, local
 from .folding import fold, unfoldable
 from .living import LivingStudent, device_of
 from .losses import Measured, Mix, Objective, losses_of
@@ -74,17 +76,14 @@ class Healing:
         return found
 
     def run(self) -> tuple[Participant, Program, HealingReport]:
-        """Train what was asked for, and measure it; the control takes the place of the teacher when that is done."""
+        """Train what was asked for, and measure it."""
         started = time.perf_counter()
         losses = {"teacher": self.measure(self.teacher)[0]}
-        converted = self.side(self.pair.student)
+        student = self.side(self.pair.student)
         if self.pair.teacher is not self.pair.student:
-            losses["converted"] = self.measure(converted)[0]
-        self.gap = Harm(self.objective, self.source, self.world).between(self.teacher, converted)
-        if not self.config.losses and self.mix.task:
-            self.mix = Mix.usual(self.gap, self.budget.steps(0))
-        student = converted if self.tapering is None else self.side(self.tapering.program, self.tapering)
-        del converted
+            losses["converted"] = self.measure(student)[0]
+        if self.tapering:
+            student = self.side(self.tapering.program, self.tapering)
         if self.living:
             planned = fold(self.tapering, self.tapering.program) if self.tapering else self.pair.student
             self.living.check(planned, self.shown[:1])
@@ -93,31 +92,40 @@ class Healing:
         counted = {"which": TRAINED[self.config.train], "tensors": len(names)}
         counted |= {"parameters": sum(held[n].numel() for n in names)}
         counted |= {"of": sum(p.numel() for p in student.program.module().parameters())}
-        steps, rates = self.learned(student, names)
+        steps, rates, control = self.learned(student, names)
         healed, program = self.finished(student)
         losses["healed"], drift = self.measure(healed, drifts=True)
         assert drift is not None
-        if self.controlled:
-            rates["control"] = self.control(steps)
-            losses["control"] = self.measure(self.teacher)[0]
+        if control:
+            losses["control"] = control
         seconds = time.perf_counter() - started
         return healed, program, self.outcome(program, losses, drift, counted, steps, rates, seconds)
 
-    def learned(self, student: Participant, names: frozenset[str]) -> tuple[int, dict[str, Rates]]:
-        """Train a student: each block alone where that is asked for, then all; return the steps, and its rates."""
-        phase = self.phase("global", student, self.teacher, self.mix, names, grown(student, self.teacher))
-        phase.check(self.source, self.world)
-        if self.config.local_steps:
-            student.view.detached = True
-            touched = trained(student, self.teacher, "touched") & names
-            local = replace(phase, name="local", mix=Mix(hidden=1.0), trained=touched, tapers=())
-            local.check(self.source, self.world)
-            self.train(local, self.config.local_steps)
-            student.view.detached = False
-        rates = self.chosen(phase)
-        steps = self.budget.steps(self.config.local_steps * self.budget.step + rates.tokens)
-        self.train(rates.on(phase), steps)
-        return steps, {"student": rates}
+    def learned(self, student: Participant, names: frozenset[str]) -> tuple[int, dict[str, Rates], Measured | None]:
+        """Train a student; return its steps, the rates, and the losses of the control where there is one.
+
+        The control is trained first, in the teacher's place, and teaches then: what the data say of the task the
+        student learns from its outputs, which are no noisy targets, and starts with what they changed in the weights.
+        Behind that the teacher is again what it was.
+        """
+        sizes, touched = grown(student, self.teacher), trained(student, self.teacher, "touched") & names
+        phases, rates, control = self.phases(student, names, touched, sizes), dict[str, Rates](), None
+        for phase in phases:
+            phase.check(self.source, self.world)
+        if self.controlled:
+            rates["control"] = self.control()
+            control = self.measure(self.teacher)[0]
+            self.follow(student, names, sizes)
+            phases = self.phases(student, names, touched, sizes)
+        *before, last = phases
+        for phase in before:
+            self.train(phase, self.config.local_steps)
+        rates = {"student": self.chosen(last), **rates}
+        steps = self.budget.steps(self.config.local_steps * self.budget.step + rates["student"].tokens)
+        self.train(rates["student"].on(last), steps)
+        if self.controlled:
+            self.teacher.fill()
+        return steps, rates, control
 
     def finished(self, student: Participant) -> tuple[Participant, Program]:
         """Return what was trained as it is from now on, tapers folded away: to be run, and as a program."""
@@ -139,13 +147,38 @@ class Healing:
     def controlled(self) -> bool:
         return self.config.control and self.objective.has_task(self.measured[0])
 
-    def control(self, steps: int) -> Rates:
-        """Train the teacher as long on the same tokens, on the task alone; return the rates for it."""
+    def phases(
+        self, student: Participant, names: frozenset[str], touched: frozenset[str], sizes: Mapping[str, float]
+    ) -> list[Phase]:
+        """Return the phases of a student, a local one where that has steps; what they learn follows from its gap."""
+        converted = self.side(self.pair.student) if self.tapering else student  # tapers let it start at the teacher
+        self.gap = Harm(self.objective, self.source, self.world).between(self.teacher, converted)
+        if not self.config.losses and self.objective.has_task(self.measured[0]):
+            taught = self.controlled and not self.tapering  # there, at first only the task has anything to teach
+            self.mix = Mix.usual(self.gap, self.budget.steps(0), taught)
+        last = self.phase("global", student, self.teacher, self.mix, names, sizes)
+        first = replace(last, name="local", mix=Mix(hidden=1.0), trained=touched, tapers=(), detached=True)
+        return [first, last] if self.config.local_steps else [last]
+
+    def control(self) -> Rates:
+        """Train the teacher on the same tokens, on the task alone; return the rates for it."""
         names = trained(self.teacher, self.teacher, self.config.train)
         phase = self.phase("control", self.teacher, None, Mix(task=1.0), names, {})
         rates = self.chosen(phase)
-        self.train(rates.on(phase), steps)
+        self.train(rates.on(phase), self.budget.steps(rates.tokens))
         return rates
+
+    def follow(self, student: Participant, names: frozenset[str], sizes: Mapping[str, float]) -> None:
+        """Give a student what training changed in its teacher, where that brings it nearer."""
+        harm = Harm(self.objective, self.source, self.world)
+        before = harm.between(self.teacher, student)
+        with torch.no_grad():
+            for name, parameter in student.named.items():
+                theirs = self.teacher.find(name)
+                if name in names and theirs is not None and theirs.shape == parameter.shape:
+                    local(parameter).add_(self.teacher.moved(name), alpha=sizes.get(name, 1.0))
+        if not harm.between(self.teacher, student) < before:
+            student.fill()
 
     def side(self, program: Program, tapering: Tapering | None = None) -> Participant:
         """Return a program as it takes part."""

@@ -43,7 +43,7 @@ class Stopped(LnrewriteError):
 
 @dataclass
 class Phase:
-    """Train `student` for so many steps on a mix of losses; `tapers` are what moves in it.
+    """Train `student` for so many steps on a mix of losses; `tapers` are what moves; `detached` parts learn alone.
 
     `sizes` says how many times larger a matrix is than the teacher's: its steps are as many times longer, so that a
     matrix which took in the scale of a norm learns as it did before.
@@ -61,6 +61,7 @@ class Phase:
     lr: float
     gain_lr: float = 1.0
     tapers: Sequence[Taper] = ()
+    detached: bool = False
 
     def run(self, source: BatchSource, snapshots: Snapshots, world: World) -> None:
         """Train from the last checkpoint, or from the start, to the end.
@@ -92,16 +93,21 @@ class Phase:
 
     def check(self, source: BatchSource, world: World) -> None:
         """Raise UsageError LN003 where no loss depends on what is trained: the norms, where norms are gone."""
-        self.student.train(self.trained)
+        self.marked()
         terms = self.terms(world.here(source.batch(0, world.rows)), 1.0)
         if not self.total(terms).requires_grad:
             why = f"none of the losses of the {self.name} phase ({', '.join(terms)}) depends on what it trains"
             raise UsageError(Code.LN003, f"train={self.config.train}", why, "train more (all), or give other losses")
 
+    def marked(self) -> list[tuple[str, nn.Parameter]]:
+        """Return what is trained, by its name in the model; the rest takes no gradient."""
+        self.student.view.detached = self.detached
+        return self.student.train(self.trained)
+
     def optimizer(self) -> torch.optim.AdamW:
         """Return AdamW over what is trained: matrices decay alike, gains and biases do not."""
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
-        for name, parameter in self.student.train(self.trained):
+        for name, parameter in self.marked():
             if parameter.dim() < 2:
                 groups[self.lr * self.gain_lr, 0.0].append(parameter)
             else:
