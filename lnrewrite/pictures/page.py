@@ -31,7 +31,7 @@ HEADER = (
     "no.", "behind", "kind", "placement", "variance", "RMS", "spread", "kurtosis", "largest", "channel",
     "branch", "influence", "gradient", "sink",
 )  # fmt: skip
-OUTLIERS = ("read at", "largest", "channel", "by RMS", "kurtosis", "8 bits, by token", "8 bits, by tensor")
+OUTLIERS = ("read at", "by RMS", "8 bits/token", "8 bits/tensor", "channel", "largest", "kurtosis")
 
 Held = Sequence[tuple[str, "Probe"]]
 """Probes and what each is called beside the other, such as `before`; empty where there is one."""
@@ -158,8 +158,8 @@ def _outliers(held: Held) -> Iterator[str]:
     for label, probe in shown:
         yield f"<p>{_told(': '.join(filter(None, (label, of_outliers(probe)))))}</p>"
         rows = [
-            [o.at, figure(o.max_abs), str(o.channel), figure(o.ratio), figure(o.kurtosis)]
-            + [f"{o.int8_token:.2%}", f"{o.int8_tensor:.2%}"]
+            [o.at, figure(o.ratio), f"{o.int8_token:.2%}", f"{o.int8_tensor:.2%}", str(o.channel)]
+            + [figure(o.max_abs), figure(o.kurtosis)]
             for o in probe.worst()
         ]
         yield _table(OUTLIERS, rows[:SHOWN], 1)

@@ -74,12 +74,12 @@ WHAT = {
         "sizes."
     ),
     "outliers": (
-        "What rounding to 8 bits loses follows from how far the largest number stands out, since it sets the steps. "
-        "Numbers spread evenly over the channels reach 4 to 7 times their RMS and lose about 0.7% with one scale for "
-        "each token, 1% to 2% with one for the tensor, which models hardly feel. Tens of times are not normal, "
-        "and usual in large language models: the steps then pass over what the other channels hold, which lose far "
-        "more than these figures, of all channels together, say. The preset `quantize` of `opt` spreads outliers over "
-        "all channels, exactly."
+        "By RMS: the largest number, which sets the steps of 8 bits, by the root mean square of all. Numbers spread "
+        "evenly over the channels reach 4 to 7 times that, and rounding loses about 0.7% with one scale for each "
+        "token, 1% to 2% with one for the tensor, which models hardly feel. Tens of times, as large language models "
+        "often have, are in the way of 8 bits: the loss told here is that of all channels together, and the other "
+        "channels lose far more of what they hold. The preset `quantize` of `opt` spreads outliers over all channels, "
+        "exactly."
     ),
     "gains": (
         "What norms multiply by: a gain of 1 changes nothing, and a stored 1 + w counts as what it multiplies by. One "

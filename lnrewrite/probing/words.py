@@ -9,7 +9,7 @@ from ..layout import aligned, wrapped
 from .figures import Probe, StreamFigures
 
 HEADER = ("behind", "rms", "variance", "cv", "kurtosis", "largest", "branch", "influence", "gradient", "sink")
-OUTLIERS = ("read at", "largest", "channel", "by rms", "kurtosis", "8 bits/token", "8 bits/tensor")
+OUTLIERS = ("read at", "by rms", "8 bits/token", "8 bits/tensor", "channel", "largest", "kurtosis")
 _NAME, _WORST = 30, 5
 
 
@@ -25,7 +25,14 @@ def told(probe: Probe) -> str:
     ]
     if probe.differentiated:
         lines.append(f"gradient: of {probe.differentiated}, by the block's own parameters")
-    lines += ["", *_range(probe), *_expected(probe), *_massive(probe), *_outliers(probe), *(f"note: {note}" for note in probe.notes)]
+    lines += [
+        "",
+        *_range(probe),
+        *_expected(probe),
+        *_massive(probe),
+        *_outliers(probe),
+        *(f"note: {note}" for note in probe.notes),
+    ]
     return "\n".join(wrapped(lines))
 
 
@@ -71,8 +78,8 @@ def _massive(probe: Probe) -> Iterator[str]:
 def _outliers(probe: Probe) -> Iterator[str]:
     """Yield the table of what `quantize` is for: where the largest numbers stand out farthest."""
     rows = [
-        (shortened(o.at, _NAME), _figure(o.max_abs), str(o.channel), *map(_figure, (o.ratio, o.kurtosis)))
-        + (f"{o.int8_token:.2%}", f"{o.int8_tensor:.2%}")
+        (shortened(o.at, _NAME), _figure(o.ratio), f"{o.int8_token:.2%}", f"{o.int8_tensor:.2%}")
+        + (str(o.channel), _figure(o.max_abs), _figure(o.kurtosis))
         for o in probe.worst()[:_WORST]
     ]
     if rows:
