@@ -255,9 +255,9 @@ def test_outliers_of_what_is_read_are_their_formulas(seed: int) -> None:
         assert near(outlier.kurtosis, ((apart**4).mean(-1) / x.var(-1) ** 2).mean())
         tokenwise = [lost(part, abs(part).max(-1, keepdims=True)) for part in parts]
         tensorwise = [lost(part, abs(part).max()) for part in parts]
-        for error, squares in ((outlier.int8_token, tokenwise), (outlier.int8_tensor, tensorwise)):
+        for figure, squares in ((outlier.int8_token, tokenwise), (outlier.int8_tensor, tensorwise)):
             wanted = math.sqrt(np.concatenate(squares).mean()) / rms
-            assert abs(error - wanted) <= 2e-3 * wanted  # a number on an edge may fall to either side
+            assert abs(figure - wanted) <= 2e-3 * wanted  # a number on an edge may fall to either side
 
 
 def lost(x: np.ndarray, largest: np.ndarray) -> np.ndarray:
@@ -343,6 +343,8 @@ def test_onnx_has_the_same_figures(seed: int, tmp_path: Path) -> None:
     one, two = lnr.probe(program, data, gradients=False), lnr.probe(lnr.load(tmp_path / "m.onnx"), data)
     for a, b in zip(one.streams[0].states, two.streams[0].states, strict=True):
         assert all(near(x, y) for x, y in zip(figures(a), figures(b), strict=True))
+    for a, b in zip(one.outliers, two.outliers, strict=True):
+        assert near(a.ratio, b.ratio) and near(a.int8_token, b.int8_token) and near(a.int8_tensor, b.int8_tensor)
     for a, b in zip(one.streams[0].blocks, two.streams[0].blocks, strict=True):
         assert near(a.branch_ratio, b.branch_ratio) and near(a.influence, b.influence) and b.gradient_norm is None
         assert a.expected_error.keys() == b.expected_error.keys()

@@ -98,8 +98,9 @@ class Prober:
 
     def see(self, name: str, value: Tensor) -> None:
         """Take a node's value."""
-        for measured in (*self.meters, *self.reads):
-            measured.see(name, value)
+        for meter, reads in zip(self.meters, self.reads, strict=True):
+            meter.see(name, value)
+            reads.see(name, value)
         self.sinks.see(name, value)
         if name in self.products:
             self.peaks[name] = max(self.peaks.get(name, 0.0), largest(value))
