@@ -18,6 +18,7 @@ from torch import nn
 
 import lnrewrite as lnr
 from lnrewrite import demo
+from lnrewrite.probing.outliers import rounded
 
 CHANNELS = (17, 90)
 
@@ -27,9 +28,7 @@ class Rounded(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.linear.default:
-            x = args[0]
-            step = x.abs().max() / 127
-            args = ((x / step).round() * step, *args[1:])
+            args = (rounded(args[0], args[0].abs().max()), *args[1:])
         return func(*args, **(kwargs or {}))
 
 

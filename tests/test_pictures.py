@@ -22,7 +22,7 @@ from lnrewrite.pictures import charts, views
 from lnrewrite.pictures.drawing import stream_svg
 from lnrewrite.pictures.page import forms_page, report, stream_page
 from lnrewrite.pictures.words import glance
-from lnrewrite.probing.figures import BlockFigures, Gain, Headroom, Massive, Probe, State, StreamFigures
+from lnrewrite.probing.figures import BlockFigures, Gain, Headroom, Massive, Outlier, Probe, State, StreamFigures
 
 TINY = "demo:tinygpt"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -104,10 +104,13 @@ def probes(draw: Any) -> Probe:
         st.sampled_from([0, 1, 30])
     )
     fp16 = Headroom(draw(NUMBERS), draw(FIGURES), draw(NAMES))
+    outliers = [Outlier(draw(NAMES), draw(NUMBERS), 1, draw(NUMBERS), draw(FIGURES), draw(NUMBERS), 0.1)] * draw(
+        st.sampled_from([0, 1, 30])
+    )
     picture = draw(st.none() | pictures(len(streams)))
     return Probe(
-        draw(NAMES), draw(NAMES), draw(NAMES), draw(NAMES), 9, streams, tuple(massive), fp16, draw(st.none() | NAMES),
-        tuple(draw(st.lists(NAMES, max_size=2))), picture,
+        draw(NAMES), draw(NAMES), draw(NAMES), draw(NAMES), 9, streams, tuple(massive), fp16, tuple(outliers),
+        draw(st.none() | NAMES), tuple(draw(st.lists(NAMES, max_size=2))), picture,
     )  # fmt: skip
 
 

@@ -231,6 +231,63 @@ def test_a_planted_massive_activation_is_found_where_it_was_put(seed: int) -> No
         assert near(m.value, np.concatenate(states)[row, channel]) and abs(m.value - value) < 1
 
 
+@pytest.mark.parametrize("seed", rows(range(60), sample=range(6)))
+def test_outliers_of_what_is_read_are_their_formulas(seed: int) -> None:
+    net = Net(seed)
+    batches = [net.inputs(seed + k) * size for k, size in ((1, 1.0), (2, 3.0))]
+    with torch.no_grad():
+        walks = [net.walk(x)[0] for x in batches]
+        read = [[b.into(w[k]) for w in walks] for k, group in enumerate(net.sums) for b in group]
+    program = program_of(net, batches[0])
+    (stream,) = program.network.streams
+    names = [f"{b.name}.in" if b.placement in ("pre", "peri") else b.name for b in stream.blocks]
+    if stream.readers:  # where detection knows of the head, which has no norm but a trunk norm
+        names.append(f"{stream.name}.last")
+        read.append([w[-1] for w in walks])
+    found = lnr.probe(program, [(x,) for x in batches], gradients=False)
+    assert [o.at for o in found.outliers] == names
+    for outlier, values in zip(found.outliers, read, strict=True):
+        parts = [net.tokens([v]) for v in values]
+        x = np.concatenate(parts)
+        top, rms, apart = abs(x).max(), math.sqrt((x**2).mean()), x - x.mean(-1, keepdims=True)
+        assert near(outlier.max_abs, top) and near(outlier.ratio, top / rms)
+        assert outlier.channel == abs(x).max(0).argmax()
+        assert near(outlier.kurtosis, ((apart**4).mean(-1) / x.var(-1) ** 2).mean())
+        tokenwise = [lost(part, abs(part).max(-1, keepdims=True)) for part in parts]
+        tensorwise = [lost(part, abs(part).max()) for part in parts]
+        for figure, squares in ((outlier.int8_token, tokenwise), (outlier.int8_tensor, tensorwise)):
+            wanted = math.sqrt(np.concatenate(squares).mean()) / rms
+            assert abs(figure - wanted) <= 2e-3 * wanted  # a number on an edge may fall to either side
+
+
+def lost(x: np.ndarray, largest: np.ndarray) -> np.ndarray:
+    """Return the squares of what rounding to 8 bits loses: at most half of the largest / 127."""
+    step = largest / 127
+    return np.square(x - step * np.floor(x / step + 0.5))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rotation_takes_a_planted_outlier_away(seed: int) -> None:
+    """All of a token stands in one channel of n: the norm makes it sqrt(n). Turned by Hadamard, each channel has 1."""
+    torch.manual_seed(seed)
+    net, n, channel = plain(), 16, seed + 3
+    net.inp, net.head = nn.Linear(5, n), nn.Linear(n, 3)
+    net.sums = nn.ModuleList(nn.ModuleList([Block(n, -1, "pre", layer=False)]) for _ in range(2))
+    with torch.no_grad():
+        net.inp.weight.zero_(), net.inp.bias.zero_()
+        net.inp.bias[channel] = 50.0
+        for (block,) in net.sums:
+            block.into.weight.fill_(1)
+            block.down.weight.zero_(), block.down.bias.zero_()
+    program, data = program_of(net, net.inputs(0)), [(net.inputs(1),)]
+    turned = lnr.Pipeline.preset("quantize").run(program, partial=True).program
+    before, after = (lnr.probe(p, data, gradients=False).outliers for p in (program, turned))
+    assert len(before) == len(after) == 3
+    for one, two in zip(before, after, strict=True):
+        assert near(one.ratio, math.sqrt(n)) and one.channel == channel and near(one.kurtosis, n - 2 + 1 / (n - 1))
+        assert near(two.ratio, 1)
+
+
 def test_what_is_far_beyond_the_median_and_not_beyond_100_is_not_massive() -> None:
     net = plain()
     meter = Meter(program_of(net, net.inputs(0)).network.streams[0])
@@ -286,6 +343,8 @@ def test_onnx_has_the_same_figures(seed: int, tmp_path: Path) -> None:
     one, two = lnr.probe(program, data, gradients=False), lnr.probe(lnr.load(tmp_path / "m.onnx"), data)
     for a, b in zip(one.streams[0].states, two.streams[0].states, strict=True):
         assert all(near(x, y) for x, y in zip(figures(a), figures(b), strict=True))
+    for a, b in zip(one.outliers, two.outliers, strict=True):
+        assert near(a.ratio, b.ratio) and near(a.int8_token, b.int8_token) and near(a.int8_tensor, b.int8_tensor)
     for a, b in zip(one.streams[0].blocks, two.streams[0].blocks, strict=True):
         assert near(a.branch_ratio, b.branch_ratio) and near(a.influence, b.influence) and b.gradient_norm is None
         assert a.expected_error.keys() == b.expected_error.keys()
@@ -458,6 +517,8 @@ def test_the_command_answers_as_the_contract_says(tmp_path: Path) -> None:
     assert len(stream["states"]) == 13 and stream["states"][0]["after"] is None and stream["width"] == 128
     assert [len(row) for row in stream["angular_distance"]] == list(range(12, 0, -1))
     assert all(set(b["expected_error"]) == {"post", "peri", "output", "none"} for b in stream["blocks"])
+    sites = [*(f"{b['name']}.in" for b in stream["blocks"]), "blocks.final"]
+    assert [row["at"] for row in found["outliers"]] == sites
     assert {"max_abs", "headroom"} <= found["fp16"].keys()
     shown = ok("probe", "demo:tinygpt").stdout
     assert "made-up inputs" in shown and max(map(len, shown.splitlines())) <= 100

@@ -90,6 +90,7 @@ def lines_svg(
             axes.annotate(
                 visible(level.name), (1, level.value), (-2, 3), xycoords=("axes fraction", "data"),
                 textcoords="offset points", ha="right", color=COLOR["mark"], fontsize=11,
+                bbox={"facecolor": COLOR["card"], "edgecolor": "none", "pad": 0.5},
             )  # fmt: skip
         xs = [x for line in held for x in line.xs]
         _places(axes, xs, source)

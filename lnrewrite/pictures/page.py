@@ -13,7 +13,7 @@ from ..ir.folding import Row, counted, norm_words
 from .drawing import stream_svg
 from .style import DRAWING, PAGE, theme
 from .views import Labeled, View, places, views
-from .words import WHAT, figure, glance, of_massive
+from .words import WHAT, figure, glance, of_massive, of_outliers
 
 if TYPE_CHECKING:
     from ..probing.figures import Probe, StreamFigures
@@ -25,10 +25,13 @@ HOW = (
     "circled plus. Disks are norms: before a branch (in), behind it (out), inside it, or on the stream (post)."
 )
 TALL = 640
+SHOWN = 20
+"""How many rows a table of the worst has."""
 HEADER = (
     "no.", "behind", "kind", "placement", "variance", "RMS", "spread", "kurtosis", "largest", "channel",
     "branch", "influence", "gradient", "sink",
 )  # fmt: skip
+OUTLIERS = ("read at", "by RMS", "8 bits/token", "8 bits/tensor", "channel", "largest", "kurtosis")
 
 Held = Sequence[tuple[str, "Probe"]]
 """Probes and what each is called beside the other, such as `before`; empty where there is one."""
@@ -50,7 +53,7 @@ def report_body(held: Held, title: str | None = None) -> str:
         parts.append(f'<h2>At a glance{_small(label)}</h2><ul class="glance">{"".join(rows)}</ul>')
     for index in range(max(len(probe.streams) for _, probe in held)):
         parts += _stream([row for row in held if index < len(row[1].streams)], index)
-    parts += _massive(held)
+    parts += [*_massive(held), *_outliers(held)]
     return _body(parts)
 
 
@@ -139,12 +142,31 @@ def _massive(held: Held) -> Iterator[str]:
                     figure(m.ratio),
                     ", ".join(map(str, m.token)),
                 ]
-                for m in top[:20]
+                for m in top[:SHOWN]
             ]
             yield _table(("behind", "channel", "value", "by the median", "token"), rows, 1)
-            if len(top) > 20:
-                yield f"<p>{len(top) - 20} more: <code>--json</code> lists all.</p>"
+            if len(top) > SHOWN:
+                yield f"<p>{len(top) - SHOWN} more: <code>--json</code> lists all.</p>"
     yield f'<p class="lead">{_told(WHAT["massive"])}</p>'
+
+
+def _outliers(held: Held) -> Iterator[str]:
+    """Yield the table of what `quantize` is for, those first that stand out farthest."""
+    shown = [(label, probe) for label, probe in held if probe.outliers]
+    if shown:
+        yield "<h2>Outliers of what linear maps read</h2>"
+    for label, probe in shown:
+        yield f"<p>{_told(': '.join(filter(None, (label, of_outliers(probe)))))}</p>"
+        rows = [
+            [o.at, figure(o.ratio), f"{o.int8_token:.2%}", f"{o.int8_tensor:.2%}", str(o.channel)]
+            + [figure(o.max_abs), figure(o.kurtosis)]
+            for o in probe.worst()
+        ]
+        yield _table(OUTLIERS, rows[:SHOWN], 1)
+        if len(rows) > SHOWN:
+            yield f"<p>{len(rows) - SHOWN} more: <code>--json</code> lists all.</p>"
+    if shown:
+        yield f'<p class="lead">{_told(WHAT["outliers"])}</p>'
 
 
 def _rows(stream: StreamFigures) -> Iterator[list[str]]:

@@ -107,6 +107,25 @@ class Massive:
 
 
 @dataclass(frozen=True, slots=True)
+class Outlier:
+    """Hold how far the largest number stands out of what linear maps read of a stream at one place.
+
+    at: the norm behind which they read, or the block that reads a state bare. max_abs: the largest number's size, in
+    channel `channel`. ratio: that by the RMS of all numbers. kurtosis: of a token's channels, as of a `State`.
+    int8_token, int8_tensor: what rounding to 8 bits loses, by absolute maximum with one scale for each token, and with
+    one for each batch: the root mean square of the error by that of the numbers.
+    """
+
+    at: str
+    max_abs: float
+    channel: int
+    ratio: float
+    kurtosis: float | None
+    int8_token: float
+    int8_tensor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Headroom:
     """Hold the largest number that a linear map or a stream reads or writes, at node `at`, and 65504 by it."""
 
@@ -131,9 +150,14 @@ class Probe:
     streams: tuple[StreamFigures, ...]
     massive: tuple[Massive, ...]
     fp16: Headroom
+    outliers: tuple[Outlier, ...] = ()
     differentiated: str | None = None
     notes: tuple[str, ...] = ()
     picture: Json | None = field(default=None, repr=False, compare=False)
+
+    def worst(self) -> list[Outlier]:
+        """Return the outliers, those first that stand out farthest."""
+        return sorted(self.outliers, key=lambda each: -each.ratio)
 
     def to_dict(self) -> Json:
         """Return the JSON object of `probe --json`."""

@@ -49,6 +49,22 @@ def pieces(rows: Tensor) -> Iterator[Tensor]:
         yield piece.double()
 
 
+def kurtosis(rows: Tensor) -> Tensor:
+    """Return the kurtosis of each token's channels, for those tokens whose channels differ."""
+    squares = (rows - rows.mean(-1, keepdim=True)).square()
+    variance = squares.mean(-1)
+    apart = variance > 0
+    return squares.square().mean(-1)[apart] / variance[apart].square()
+
+
+def finite(rows: Tensor, stream: str, what: str) -> Tensor:
+    """Return a value. Raises LnrewriteError LN026 where it is NaN or infinite."""
+    if not bool(torch.isfinite(rows).all()):
+        why = f"{what} is NaN or infinite on this data"
+        raise LnrewriteError(Code.LN026, stream, why, "run the model in float32, or check the data")
+    return rows
+
+
 @dataclass
 class Mean:
     """Take the mean of numbers as they come."""
@@ -136,17 +152,11 @@ class Meter:
                 self.turning[block.name] += [turned(part, total) for part, total in both]
 
     def _state(self, index: int, value: Tensor, axis: int) -> None:
-        rows = tokens_of(value, axis)
-        if not bool(torch.isfinite(rows).all()):
-            why = f"the state behind {self.after[index] or 'its source'} is NaN or infinite on this data"
-            raise LnrewriteError(Code.LN026, self.stream.name, why, "run the model in float32, or check the data")
+        rows = finite(tokens_of(value, axis), self.stream.name, f"the state behind {self.after[index] or 'its source'}")
         self.states[index].add(rows)
         for piece in pieces(rows):
-            squares = (piece - piece.mean(-1, keepdim=True)).square()
-            variance = squares.mean(-1)
-            apart = variance > 0
-            self.variance[index].add(variance)
-            self.kurtosis[index].add(squares.square().mean(-1)[apart] / variance[apart].square())
+            self.variance[index].add(piece.var(-1, correction=0))
+            self.kurtosis[index].add(kurtosis(piece))
         shape = tuple(value.movedim(axis, -1).shape[:-1])
         self.rows = shape[0] if len(shape) > 1 else 0
         self._largest(index, rows, shape)

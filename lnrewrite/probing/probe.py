@@ -23,6 +23,7 @@ from .attention import ATTENTION, Sinks
 from .figures import BlockFigures, Gain, Headroom, Probe, StreamFigures
 from .gradients import gradient_norms
 from .measuring import Meter
+from .outliers import Reads
 from .predicting import expected, growth
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Prober:
     def __init__(self, model: Program | OnnxProgram, batches: Sequence[Batch]) -> None:
         self.model, self.batches = model, batches
         self.meters = [Meter(s) for s in model.network.streams if s.blocks]
+        self.reads = [Reads(meter.stream) for meter in self.meters]
         module = model.module() if isinstance(model, Program) else None
         self.sinks = Sinks(model.graph, module, model.network.blocks)
         self.peaks: dict[str, float] = {}
@@ -96,8 +98,9 @@ class Prober:
 
     def see(self, name: str, value: Tensor) -> None:
         """Take a node's value."""
-        for meter in self.meters:
+        for meter, reads in zip(self.meters, self.reads, strict=True):
             meter.see(name, value)
+            reads.see(name, value)
         self.sinks.see(name, value)
         if name in self.products:
             self.peaks[name] = max(self.peaks.get(name, 0.0), largest(value))
@@ -105,6 +108,7 @@ class Prober:
     def run(self, name: str, data: object, gradients: bool) -> Probe:
         """Run all batches and return the figures."""
         wanted = {*self.products, *self.sinks.wanted, *(n for m in self.meters for n in m.wanted)}
+        wanted.update(*(r.places for r in self.reads))
         with torch.no_grad():
             for index, batch in enumerate(self.batches, 1):
                 self.model.observe(batch, wanted, self.see)
@@ -131,6 +135,7 @@ class Prober:
             streams=streams,
             massive=tuple(massive for m in self.meters for massive in m.massive.values()),
             fp16=Headroom(top, FP16 / top if top else None, at),
+            outliers=tuple(figure for r in self.reads for figure in r.figures()),
             differentiated=what,
             notes=(*self.model.notes, *notes),
             picture=describe(model.network, model.format, model.is_ones, model.is_zeros, model.notes),

@@ -9,7 +9,8 @@ from ..layout import aligned, wrapped
 from .figures import Probe, StreamFigures
 
 HEADER = ("behind", "rms", "variance", "cv", "kurtosis", "largest", "branch", "influence", "gradient", "sink")
-_NAME = 30
+OUTLIERS = ("read at", "by rms", "8 bits/token", "8 bits/tensor", "channel", "largest", "kurtosis")
+_NAME, _WORST = 30, 5
 
 
 def told(probe: Probe) -> str:
@@ -24,7 +25,14 @@ def told(probe: Probe) -> str:
     ]
     if probe.differentiated:
         lines.append(f"gradient: of {probe.differentiated}, by the block's own parameters")
-    lines += ["", *_range(probe), *_expected(probe), *_massive(probe), *(f"note: {note}" for note in probe.notes)]
+    lines += [
+        "",
+        *_range(probe),
+        *_expected(probe),
+        *_massive(probe),
+        *_outliers(probe),
+        *(f"note: {note}" for note in probe.notes),
+    ]
     return "\n".join(wrapped(lines))
 
 
@@ -65,6 +73,20 @@ def _massive(probe: Probe) -> Iterator[str]:
         yield f"massive: {each.value:.4g} {where}, channel {each.channel}{times}"
     if len(probe.massive) > 5:
         yield f"massive: {len(probe.massive) - 5} more (--json lists all)"
+
+
+def _outliers(probe: Probe) -> Iterator[str]:
+    """Yield the table of what `quantize` is for: where the largest numbers stand out farthest."""
+    rows = [
+        (shortened(o.at, _NAME), _figure(o.ratio), f"{o.int8_token:.2%}", f"{o.int8_tensor:.2%}")
+        + (str(o.channel), _figure(o.max_abs), _figure(o.kurtosis))
+        for o in probe.worst()[:_WORST]
+    ]
+    if rows:
+        most = f", the {_WORST} of {len(probe.outliers)} that stand out most" if len(probe.outliers) > _WORST else ""
+        yield from ("", f"outliers of what linear maps read{most}")
+        yield from aligned(OUTLIERS, rows, OUTLIERS[:1], "  ")
+        yield "8 bits: what rounding loses with one scale a token, and with one a tensor; `opt --preset quantize` helps"
 
 
 def _figure(value: float | None) -> str:
