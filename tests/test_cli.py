@@ -363,7 +363,7 @@ IDS = np.zeros((8, 16), dtype=np.int64)
         ({"input_ids": IDS[..., None]}, "the first counts samples"),
         ({"input_ids": IDS.astype(np.float32)}, "float32"),
         ({"input_ids": IDS + 300}, "256 rows"),
-        ({"input_ids": np.zeros((8, 300), dtype=np.int64)}, "the model fails on input_ids [8, 300]"),
+        ({"input_ids": np.zeros((8, 300), dtype=np.int64)}, "the model fails on input_ids [1, 300]"),
     ],
     ids=["names", "shapes", "dtype", "range", "length"],
 )

@@ -77,7 +77,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Linear(WIDTH, WIDTH), Rules(NOTED["a gain of its own"])
+        self.embed, self.norm = nn.Linear(WIDTH, WIDTH), Rules(NOTED["a part's size"])
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,8 +100,10 @@ def test_what_normalises_nothing_is_not_noted() -> None:
 def test_a_file_is_noted_as_its_model_is(tmp_path: Path) -> None:
     program = lnr.capture(Rules(*NOTED.values()), (torch.randn(2, 6, WIDTH),))
     program.export(tmp_path / "rules.onnx", target="generic", verify=False)
-    found = lnr.load(str(tmp_path / "rules.onnx")).inspect()["refusals"]
-    assert sum(row["code"] == "LN205" for row in found) == len(NOTED)
+    found = [one.inspect()["refusals"] for one in (program, lnr.load(str(tmp_path / "rules.onnx")))]
+    of_model, of_file = (sum(row["code"] == "LN205" for row in rows) for rows in found)
+    assert of_model == len(NOTED)
+    assert of_file == len(NOTED) - 1  # a gain of its own is seen beside a norm there, in a model on a stream alone
 
 
 @pytest.mark.exhaustive

@@ -68,7 +68,8 @@ class Sampled(Mapping[str, Samples]):
 
     def _start(self) -> None:
         """Stand before the first part again."""
-        self.walk = Walk(self.module, list(dict.fromkeys(self.ends.values())), self.batches, self.read)
+        with evaluating(self.module):  # the parts are as the graph is now
+            self.walk = Walk(self.module, list(dict.fromkeys(self.ends.values())), self.batches, self.read)
         self.passed: list[str] = []
         self.left = {name: {n for n, _ in nodes.values() if n} for name, nodes in self.nodes.items()}
         self.kept: dict[str, dict[int, Tensor]] = {}

@@ -64,7 +64,7 @@ def minus(node: fx.Node) -> Spelled:
     if not (isinstance(x, fx.Node) and isinstance(f, fx.Node) and isinstance(alpha, int | float)):
         return _same(node)
     state, branch = sorted((x, f))
-    shapes = {n.meta["val"].shape for n in (x, f, node)}
+    shapes = {str(n.meta["val"].shape) for n in (x, f, node)}  # sizes that are symbols have no hash
     if len(shapes) > 1 or node.meta["val"].dim() < 2 or any(node < user for user in state.users):
         return _same(node)  # a state that is read again: a step towards a target, x + a (h - x)
     return _plus(node, x, _times(node, f, -alpha)) if _weighed(state, branch) else _same(node)
