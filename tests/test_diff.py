@@ -80,6 +80,7 @@ def test_a_page_shows_before_and_after(command: list[str], tmp_path: Path, monke
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new.html", "page.html"]
 
 
+@pytest.mark.exhaustive
 def test_heal_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(bytes(k * k % 251 for k in range(40_000)))

@@ -393,6 +393,7 @@ def test_training_goes_on_in_the_host(host: str, tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
 
 
+@pytest.mark.exhaustive
 def test_two_folders_and_the_hosts_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is no folder nothing is said."""
     monkeypatch.chdir(tmp_path)

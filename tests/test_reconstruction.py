@@ -134,7 +134,7 @@ def test_selected_blocks_alone_are_fitted(to: str) -> None:
     assert {b for row in report.fitted for b in row.blocks} <= {row.site for row in report.sites}
 
 
-@pytest.mark.parametrize("dtype", rows([torch.bfloat16, torch.float16], sample=[torch.bfloat16]))
+@pytest.mark.parametrize("dtype", rows([torch.bfloat16, torch.float16], sample=[]))
 def test_half_precision_is_fitted_in_float32_and_stored_as_it_was(dtype: torch.dtype) -> None:
     model, batches = demo.load("tinygpt").to(dtype).eval(), demo.calibration(batches=4)
     program = lnr.capture(model, kwargs=batches[0])
