@@ -72,12 +72,15 @@ def test_a_large_folder_becomes_what_it_becomes_in_memory(
     report = lnr.rewrite_file(source, f"place{{to={to}}}", tmp_path / "streamed", calibrate=data, partial=True)
     assert report.edits == loaded.edits and report.pipeline == loaded.pipeline
     assert any("--fit reconstruct" in note for note in report.notes)
-    assert report.drift["held_out"] and report.drift["samples"] == 1
-    near = 1e-4 if dtype == "float32" else 0.1
-    assert abs(report.drift["relative_error"] - loaded.drift["relative_error"]) <= near * loaded.drift["relative_error"]
+    bit = torch.finfo(getattr(torch, dtype)).eps
+    if loaded.drift is None:  # it is in that placement already
+        assert report.drift is None and not report.edits
+    else:
+        assert report.drift["held_out"] and report.drift["samples"] == 1
+        far, wanted = (each.drift["relative_error"] for each in (report, loaded))
+        assert abs(far - wanted) <= (1e-4 * wanted if dtype == "float32" else bit)  # in memory it is run in bfloat16
     one, other = (weights(tmp_path / way) for way in ("loaded", "streamed"))
     assert one.keys() == other.keys()
-    bit = torch.finfo(getattr(torch, dtype)).eps
     for key, value in one.items():
         assert value.dtype == other[key].dtype
         assert (value.double() - other[key].double()).abs().max() <= 8 * bit * value.double().abs().max(), key
