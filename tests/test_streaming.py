@@ -20,6 +20,7 @@ from lnrewrite.checkpoints import streaming
 from lnrewrite.comparison.verifying import compare
 from lnrewrite.data.batches import load_data
 from lnrewrite.loading.identify import identify
+from lnrewrite.loading.open import open_module
 from lnrewrite.loading.source import OpenOptions
 from lnrewrite.models import sampling
 from lnrewrite.models.calibration import collect
@@ -77,13 +78,25 @@ def test_a_large_folder_becomes_what_it_becomes_in_memory(
         assert report.drift is None and not report.edits
     else:
         assert report.drift["held_out"] and report.drift["samples"] == 1
-        far, wanted = (each.drift["relative_error"] for each in (report, loaded))
-        assert abs(far - wanted) <= (1e-4 * wanted if dtype == "float32" else bit)  # in memory it is run in bfloat16
+        wanted = loaded.drift["relative_error"] if dtype == "float32" else apart_in_float32(source, tmp_path)
+        assert abs(report.drift["relative_error"] - wanted) <= (1e-4 if dtype == "float32" else 0.1) * wanted
     one, other = (weights(tmp_path / way) for way in ("loaded", "streamed"))
     assert one.keys() == other.keys()
     for key, value in one.items():
         assert value.dtype == other[key].dtype
         assert (value.double() - other[key].double()).abs().max() <= 8 * bit * value.double().abs().max(), key
+
+
+def apart_in_float32(source: Path, room: Path) -> float:
+    """Return the drift of what was written on the row that is held out: in memory, half precision is run as such."""
+    ids = torch.from_numpy(np.load(room / "data.npz")["input_ids"][-1:])
+    found = []
+    for at in (source, room / "streamed"):
+        module = open_module(identify(at, OpenOptions(None, False, False, None, "cpu", 0))).module
+        assert module is not None
+        with torch.no_grad():
+            found.append(module.float().eval()(input_ids=ids, use_cache=False).logits.double())
+    return float((found[0] - found[1]).norm() / found[0].norm())
 
 
 def weights(at: Path) -> dict[str, Tensor]:
