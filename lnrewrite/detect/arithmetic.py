@@ -49,6 +49,8 @@ def _reshape(op: Op, x: Floats) -> Floats:
         raise Unknown("a reshape to an unknown shape")
     shape = [d if isinstance(d, int) else -1 for d in op.shape]
     if shape.count(-1) > 1:
+        if any(isinstance(d, str) and d.startswith("?") for d in op.shape):
+            raise Unknown("a reshape to several sizes that nothing is known of")
         shape = [x.shape[i] if d == -1 and i < x.ndim else d for i, d in enumerate(shape)]
     kept = [d for d in x.shape if d != 1]
     if -1 not in shape and np.prod(shape) != x.size and len(kept) == sum(d != 1 for d in shape):
