@@ -15,8 +15,10 @@ from ..pipeline.protocols import gain_of
 from .tapers import Taper, Tapering
 
 
-def fold(tapering: Tapering, trained: Program) -> Program:
+def fold(tapering: Tapering, trained: Program, sizes: Sequence[float] = ()) -> Program:
     """Return `trained`, which is `tapering.program` with other weights, as its view computes it at the end.
+
+    sizes: what the constants of the tapers have become in training (`View.sizes`), where they did.
 
     going, t = 0     gamma / rho x + beta          folded into readers or writers, else left as a scale and a shift
     onto the trunk   x' = rho N(x) + F(g N(x) + b)   the norm moves before the sum, W / rho, eps / rho^2 after it
@@ -24,7 +26,7 @@ def fold(tapering: Tapering, trained: Program) -> Program:
     """
     found = []
     for stream in trained.network.streams:
-        ending = _Ending(tapering, trained, stream)
+        ending = _Ending(tapering, trained, stream, sizes or [t.rho for t in tapering.tapers])
         edits = ending.edits()
         found += [(stream, Proposal(tuple(edits), vectors=ending.vectors))] if edits else []
     return trained.apply(found, "heal")[0] if found else trained
@@ -33,10 +35,10 @@ def fold(tapering: Tapering, trained: Program) -> Program:
 class _Ending:
     """Collect the edits that end the tapers of one stream."""
 
-    def __init__(self, tapering: Tapering, program: Program, stream: Stream) -> None:
+    def __init__(self, tapering: Tapering, program: Program, stream: Stream, sizes: Sequence[float]) -> None:
         self.program, self.stream = program, stream
         self.onto, self.off = tapering.onto(stream), tapering.off(stream)
-        self.tapers = {t.site: t for t in tapering.tapers}
+        self.tapers = {t.site: replace(t, rho=rho) for t, rho in zip(tapering.tapers, sizes, strict=True)}
         self.vectors = Vectors()
         self.gone: set[str] = set()
 

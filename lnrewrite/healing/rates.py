@@ -222,12 +222,14 @@ class RateTest:
 
 @contextmanager
 def kept(phase: Phase) -> Iterator[None]:
-    """Put what a phase trains back to what it was."""
+    """Put what a phase trains back to what it was, and what its tapers follow."""
     view = phase.student.view
+    tapers = view.tapers.clone()
     was = [(p, p.detach().clone()) for n, p in view.named_parameters() if view.origin(n) in phase.trained]
     try:
         yield
     finally:
+        view.tapers.copy_(tapers)
         with torch.no_grad():
             for parameter, value in was:
                 parameter.grad = None

@@ -132,7 +132,7 @@ class Healing:
         student.settle()
         program = student.made()
         if self.tapering:
-            program = fold(self.tapering, program)
+            program = fold(self.tapering, program, student.view.sizes)
             student = self.side(program)
         for parameter in program.module().parameters():
             parameter.requires_grad_(parameter.is_floating_point())
@@ -199,8 +199,10 @@ class Healing:
         share = settled(max(self.budget.steps(0), config.local_steps))
         lr = lr or share * self.usual_rate(student, teacher)
         gain_lr = (config.gain_lr or share * GAIN_RATE / lr) if teacher else 1.0
-        tapers = self.tapering.tapers if self.tapering and name == "global" else ()
-        return Phase(name, 0, student, teacher, self.objective, mix, config, trained, sizes, lr, gain_lr, tapers=tapers)
+        found = Phase(name, 0, student, teacher, self.objective, mix, config, trained, sizes, lr, gain_lr)
+        if self.tapering and name == "global":
+            found = replace(found, tapers=self.tapering.tapers, last=self.tapering.last)
+        return found
 
     def usual_rate(self, student: Participant, teacher: Participant | None) -> float:
         """Return the rate that is usual for a student or, without a teacher, for a control."""

@@ -5,12 +5,15 @@ the norm in between, with a power t of the token's size (a norm: t = 1; a consta
 
     T_t(x) = gamma / rho * (x - t mean(x)) * (s(x) / rho)^(-t) + beta
 
-Norms that come go from t = 0 to t = 1, norms that go from 1 to 0. Moves to and from the trunk taper the *skip* alone:
-in x' = x + F(N x) the skip becomes T_t(x), which ends as N(x), so that x' = N(x) + F(N x) is Post-LN; read backwards
-that is post to pre. Both ends are identities, eps included, so nothing is left of the schedule when it is over:
+Norms that come go from t = 0 to t = 1, norms that go from 1 to 0. A constant is wrong by the whole size of an outlier
+(the first token of many decoders, hundreds of times the others), so outliers have a power of their own: they keep their
+norm until all others have lost it. Moves to and from the trunk taper the *skip* alone: in x' = x + F(N x) the skip
+becomes T_t(x), which ends as N(x), so that x' = N(x) + F(N x) is Post-LN; read backwards that is post to pre.
+Both ends are identities, eps included, so nothing is left of the schedule when it is over:
 `folding.py` carries the ends out.
 
-Source: the identities B.9 in `place`; for the schedule FakeLN (arXiv 2409.13710, 2507.02559), TaperNorm (2602.10408).
+Source: the identities B.9 in `place`; for the schedule FakeLN (arXiv 2409.13710, 2507.02559), which gives the first
+token a constant of its own, takes that away last, and goes layer by layer within a stage; TaperNorm (2602.10408).
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ VALUES = "values"
 PLACES = frozenset({VALUES, *Where})
 """What a stage may be called, beside a block selection: where the norms sit, or the values of attention."""
 
+LAG = 1.0
+"""How much later the last taper of a stage starts than the first, in the time that one of them takes."""
+
 
 @dataclass(frozen=True)
 class Taper:
@@ -41,7 +47,8 @@ class Taper:
 
     `site` names the site whose norm comes or goes, `norm` what it computes, `rho` is the typical size of a token there,
     and `stage` says in which part of the schedule it moves. `skip` says that it acts on the skip of a sum, and `bare`
-    that it does without gain and 1 / rho there.
+    that it does without gain and 1 / rho there. `outliers` says whether it met any; they move in a stage of their own,
+    the last. Within a stage tapers start one after the other: `turn` is 0 for the first and 1 for the last.
     """
 
     site: str
@@ -54,6 +61,15 @@ class Taper:
     skip: bool = False
     bare: bool = False
     stage: int = 0
+    turn: float = 0.0
+    outliers: bool = False
+
+    def powers(self, done: float, last: int) -> tuple[float, float]:
+        """Return the power for usual tokens and that for outliers when so many stages are done; `last` is theirs."""
+        usual = min(1.0, max(0.0, (done - self.stage) * (1 + LAG) - LAG * self.turn))
+        if not self.going:
+            return usual, usual
+        return 1 - usual, 1 - (min(1.0, max(0.0, done - last)) if last > self.stage else usual)
 
 
 @dataclass
@@ -149,7 +165,15 @@ class Tapering:
                 total = self.samples[stream.blocks[-1].name].total
                 found.append(_taper(f"{stream.name}.final", stream.final, total, going=True))
         unique = {(t.value, t.reads): t for t in reversed(found)}
-        return tuple(replace(t, stage=self.stage(t)) for t in reversed(unique.values()))
+        staged = [replace(t, stage=self.stage(t)) for t in reversed(unique.values())]
+        places = {stage: [t for t in staged if t.stage == stage] for stage in {t.stage for t in staged}}
+        return tuple(replace(t, turn=places[t.stage].index(t) / max(1, len(places[t.stage]) - 1)) for t in staged)
+
+    @cached_property
+    def last(self) -> int:
+        """Return the last stage: that of outliers, where any norm that goes met some."""
+        met = any(t.going and t.outliers for t in self.tapers)
+        return max((t.stage for t in self.tapers), default=0) + met
 
     def inside(self, stream: Stream, was: Block, block: Block) -> Iterator[Taper]:
         """Yield the tapers of a block's own norms, in and out."""
@@ -213,7 +237,8 @@ def _taper(name: str, site: Site, values: Floats, going: bool) -> Taper:
     if norm.kind not in WRITABLE or norm.computed or norm.over or norm.factor != 1.0 or site.modulated:
         remedy = "heal without --progressive, or exclude the block from the conversion"
         raise LnrewriteError(Code.LN602, name, "its norm is not a plain layer or rms norm", remedy)
-    return Taper(name, site.origin[0], site.origin[-1], norm, _typical(norm.kind, values), going)
+    rho, outliers = _typical(norm.kind, values), bool((usual(values) == 0).any())
+    return Taper(name, site.origin[0], site.origin[-1], norm, rho, going, outliers=outliers)
 
 
 def _typical(kind: Kind, values: Floats) -> float:

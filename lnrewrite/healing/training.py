@@ -43,7 +43,9 @@ class Stopped(LnrewriteError):
 
 @dataclass
 class Phase:
-    """Train `student` for so many steps on a mix of losses; `tapers` are what moves; `detached` parts learn alone.
+    """Train `student` for so many steps on a mix of losses; `tapers` are what moves, till the stage `last`.
+
+    With `detached` parts learn alone.
 
     `sizes` says how many times larger a matrix is than the teacher's: its steps are as many times longer, so that a
     matrix which took in the scale of a norm learns as it did before.
@@ -61,6 +63,7 @@ class Phase:
     lr: float
     gain_lr: float = 1.0
     tapers: Sequence[Taper] = ()
+    last: int = 0
     detached: bool = False
 
     def run(self, source: BatchSource, snapshots: Snapshots, world: World) -> None:
@@ -117,12 +120,10 @@ class Phase:
         return torch.optim.AdamW(rows, betas=(0.9, 0.95), fused=True)
 
     def taper(self, step: int) -> None:
-        """Set every taper's power for a step: stage by stage, linear, from the teacher to the end at `ramp`."""
-        stages = max((t.stage for t in self.tapers), default=0) + 1
-        done = step / (self.config.ramp * self.steps) * stages
-        for index, taper in enumerate(self.tapers):
-            share = min(1.0, max(0.0, done - taper.stage))
-            self.student.view.powers[index] = 1 - share if taper.going else share
+        """Set every taper's powers for a step: stage by stage, linear, from the teacher to the end at `ramp`."""
+        if self.tapers:
+            done = step / (self.config.ramp * self.steps) * (self.last + 1)
+            self.student.view.move([t.powers(done, self.last) for t in self.tapers])
 
     def step(self, step: int, optimizer: torch.optim.Optimizer, source: BatchSource, world: World) -> dict[str, float]:
         """Take one optimizer step and return its losses."""
@@ -151,6 +152,8 @@ class Phase:
             self.fail(step, world.here(batch), "the gradient" if bad is None else "the loss")
         optimizer.step()
         optimizer.zero_grad()
+        if self.tapers:
+            self.student.view.follow(world.mean(self.student.view.seen))
         named = zip(("loss", *terms), losses.mean(0).tolist(), strict=True)
         return {**dict(named), "lr": self.lr * share, "tokens": tokens}
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from ..algebra.fitting import OUTLIER
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.parts import Parts
 from ..compat.torch import output_tree, pytree
@@ -22,8 +23,11 @@ from ..ir import Kind, sums
 from ..models.program import Program
 from .tapers import Taper
 
-POWERS = "lnrewrite.powers"
-"""What the tapers' powers are called in a view's graph: no parameter of the model, and the same tensor everywhere."""
+TAPERS = "lnrewrite.tapers"
+"""What the state of the tapers is called in a view's graph: no parameter of the model, the same tensor everywhere."""
+
+FOLLOW = 0.1
+"""How far the size of a taper that has not moved yet follows the tokens in one step."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,14 @@ class ViewOutput:
 
 
 class View(Parts):
-    """Run a captured module part by part; tapers stand where they belong, their powers in the buffer `powers`.
+    """Run a captured module part by part; tapers stand where they belong, their state in the buffer `tapers`.
 
-    `detached` cuts the gradient between parts, so that each learns from its own state alone; `recompute` keeps no
-    activations inside a part. Both may be set at any time.
+    That is a row for each: the power for usual tokens, the power for outliers, and log rho. `detached` cuts the
+    gradient between parts, so that each learns from its own state alone; `recompute` keeps no activations inside a
+    part. Both may be set at any time.
     """
 
-    powers: Tensor
+    tapers: Tensor
 
     def __init__(self, program: Program, tapers: Sequence[Taper] = (), twin: CapturedModule | None = None) -> None:
         """See a program; the parameters are those of its module, or of a twin of that."""
@@ -57,9 +62,11 @@ class View(Parts):
         ends = {named[g[-1].anchor.total]: g[-1].name for s in network.streams for g in sums(s)}
         repeats = {named[n]: named[r] for n, r in program.graph.alias.items() if n in named and r in named}
         spreads = [_insert(graph, named, repeats, taper, i) for i, taper in enumerate(tapers)]
-        super().__init__(module, graph, set(ends), _nodes(result) | set(ends) | set(spreads), {POWERS})
+        super().__init__(module, graph, set(ends), _nodes(result) | set(ends) | set(spreads), {TAPERS})
         self.detached = self.recompute = False
-        self.register_buffer("powers", torch.tensor([float(t.going) for t in tapers]))
+        rows = [[float(t.going), float(t.going), math.log(t.rho)] for t in tapers]
+        self.register_buffer("tapers", torch.tensor(rows, dtype=torch.float64).view(-1, 3))
+        self.seen = torch.zeros(2, len(rows))
         self._spec, self._result, self._sums, self._spreads = output_tree(module), result, ends, spreads
 
     def forward(self, *inputs: Tensor) -> ViewOutput:
@@ -79,15 +86,31 @@ class View(Parts):
             for node in part.drops:
                 del values[node]
         found = [values[n] for n in self._spreads]
+        if found:
+            self.seen = torch.stack([each.detach() for each in found], 1)
         flat = fx.node.map_arg(self._result, lambda n: values[n])
         outputs: object = flat
         if self._spec is not None:
             outputs = pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[arg-type]
-        return ViewOutput(outputs, states, torch.stack(found).mean() if found else None)
+        return ViewOutput(outputs, states, torch.stack([f[0] for f in found]).mean() if found else None)
 
     def first(self, name: str) -> str | None:
         """Return the first of the names that a parameter has, None for a name of none."""
         return self._named.get(name)
+
+    def move(self, powers: Sequence[tuple[float, float]]) -> None:
+        """Set the powers of all tapers, for usual tokens and for outliers."""
+        self.tapers[:, :2] = torch.tensor(powers, dtype=torch.float64).view(-1, 2)
+
+    def follow(self, seen: Tensor) -> None:
+        """Let sizes follow what was `seen` of them, where the taper still is a norm, which holds any: [2, tapers]."""
+        norms = (self.tapers[:, :2] == 1).all(1)
+        self.tapers[:, 2] += torch.where(norms, FOLLOW * seen[1].to(self.tapers), 0.0)
+
+    @property
+    def sizes(self) -> list[float]:
+        """Return the size that each taper has for its constant."""
+        return [float(size) for size in self.tapers[:, 2].exp()]
 
     def sync(self, now: bool) -> None:
         """Say whether the next backward shares its gradients with other processes, or adds them up here."""
@@ -95,8 +118,8 @@ class View(Parts):
             self.set_requires_gradient_sync(now)
 
     def shared(self, node: fx.Node) -> Tensor:
-        """Return what several parts read: the tapers' powers, or a parameter."""
-        return self.powers if node.target == POWERS else super().shared(node)
+        """Return what several parts read: the state of the tapers, or a parameter."""
+        return self.tapers if node.target == TAPERS else super().shared(node)
 
 
 def _nodes(result: fx.node.Argument) -> set[fx.Node]:
@@ -109,7 +132,7 @@ def _nodes(result: fx.node.Argument) -> set[fx.Node]:
 def _insert(
     graph: fx.Graph, named: Mapping[str, fx.Node], copies: Mapping[fx.Node, fx.Node], taper: Taper, index: int
 ) -> fx.Node:
-    """Put one taper where it belongs and return the node that tells how far its sizes spread.
+    """Put one taper where it belongs and return the node that tells of the sizes that it meets.
 
     `copies` maps values that only repeat another (a dropout of eval mode) to that one.
     """
@@ -122,10 +145,10 @@ def _insert(
     last = max((source, value), key=list(graph.nodes).index)
     with graph.inserting_after(last):
         affine = [None if n is None else graph.get_attr(n) for n in (norm.gamma, norm.beta)]
-        powers = graph.get_attr(POWERS)
-    with graph.inserting_after(powers):
-        how = (norm.kind is Kind.LAYER, norm.eps, norm.plus_one, taper.rho, taper.bare)
-        both = graph.call_function(tapered, (source, powers, index, *affine, *how))
+        state = graph.get_attr(TAPERS)
+    with graph.inserting_after(state):
+        how = (norm.kind is Kind.LAYER, norm.eps, norm.plus_one, taper.bare)
+        both = graph.call_function(tapered, (source, state, index, *affine, *how))
     with graph.inserting_after(both):
         new, spread = (graph.call_function(_item, (both, i)) for i in (1, 0))
     for user, read in old:
@@ -138,19 +161,26 @@ def _item(pair: tuple[Tensor, ...], index: int) -> Tensor:
 
 
 def tapered(
-    x: Tensor, powers: Tensor, index: int, gamma: Tensor | None, beta: Tensor | None,
-    centered: bool, eps: float, plus_one: bool, rho: float, bare: bool,
+    x: Tensor, state: Tensor, index: int, gamma: Tensor | None, beta: Tensor | None,
+    centered: bool, eps: float, plus_one: bool, bare: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return E[log(s / rho)^2] and T_t(x), t = powers[index]; computed in float32 at least, returned as x is."""
+    """Return [E[l^2], E[l]] of l = log(s / rho), the latter of usual tokens alone, and T(x).
+
+    Powers and log rho are state[index]; a token at `OUTLIER` times rho has the power for outliers, one at half as much
+    the usual one, and between the two a mix of both. Computed in float32 at least, returned as x is.
+    """
     high = x.to(torch.promote_types(x.dtype, torch.float32))
-    t = powers[index].to(high.dtype)
+    t, outliers, rho = state[index].to(high.dtype).unbind()
     mean = high.mean(-1, keepdim=True) if centered else torch.zeros((), dtype=high.dtype, device=high.device)
-    log = 0.5 * ((high - mean).square().mean(-1, keepdim=True) + eps).log() - math.log(rho)
-    y = (high - t * mean) * torch.exp(-t * log)
+    log = 0.5 * ((high - mean).square().mean(-1, keepdim=True) + eps).log() - rho
+    far = ((log - math.log(OUTLIER)) / math.log(2) + 1).clamp(0, 1)
+    power = t + (outliers - t) * far
+    y = (high - power * mean) * torch.exp(-power * log)
     if not bare:
-        y = y / rho
+        y = y / rho.exp()
     if gamma is not None:
         y = y * (gamma.to(high.dtype) + plus_one)
     if beta is not None:
         y = y + beta.to(high.dtype)
-    return log.square().mean(), y.to(x.dtype)
+    near = log.new_ones(()) - far
+    return torch.stack([log.square().mean(), (near * log).sum() / near.sum().clamp(min=1)]), y.to(x.dtype)
