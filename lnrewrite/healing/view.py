@@ -67,6 +67,7 @@ class View(Parts):
         rows = [[float(t.going), float(t.going), math.log(t.rho)] for t in tapers]
         self.register_buffer("tapers", torch.tensor(rows, dtype=torch.float64).view(-1, 3))
         self.seen = torch.zeros(2, len(rows))
+        self._together = [[i for i, t in enumerate(tapers) if t.value == v] for v in {t.value: 0 for t in tapers}]
         self._spec, self._result, self._sums, self._spreads = output_tree(module), result, ends, spreads
 
     def forward(self, *inputs: Tensor) -> ViewOutput:
@@ -103,9 +104,14 @@ class View(Parts):
         self.tapers[:, :2] = torch.tensor(powers, dtype=torch.float64).view(-1, 2)
 
     def follow(self, seen: Tensor) -> None:
-        """Let sizes follow what was `seen` of them, where the taper still is a norm, which holds any: [2, tapers]."""
-        norms = (self.tapers[:, :2] == 1).all(1)
-        self.tapers[:, 2] += torch.where(norms, FOLLOW * seen[1].to(self.tapers), 0.0)
+        """Let sizes follow what was `seen` of them, where tapers still are norms, which hold any: [2, tapers].
+
+        Tapers of one value have one size.
+        """
+        still = (self.tapers[:, :2] == 1).all(1).tolist()
+        for together in self._together:
+            if all(still[i] for i in together):
+                self.tapers[together, 2] += FOLLOW * seen[1, together[0]].to(self.tapers)
 
     @property
     def sizes(self) -> list[float]:
