@@ -48,8 +48,9 @@ def stream(sites: Sites, chain: Sequence[Sum], index: int) -> Stream:
 
 def _source(graph: OpGraph, linear: Linear, root: str) -> Linear:
     """Count a source's uses; of stored latents that are the first state itself, those that read the state are one."""
-    uses = counted(graph, linear).uses - (len(graph.users[root]) - 1 if linear.node == root else 0)
-    return replace(linear, uses=uses)
+    found = counted(graph, linear)
+    held = linear.node == root and graph[root].kind == "param"
+    return replace(found, uses=found.uses - len(graph.users[root]) + 1) if held else found
 
 
 def _blocks(sites: Sites, chain: Sequence[Sum], index: int) -> list[Block]:

@@ -48,7 +48,7 @@ class Tapered(nn.Module):
 
     def __init__(self, width: int, gate: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.size = nn.Parameter(torch.ones(width)), nn.Parameter(torch.tensor(0.8))
+        self.weight, self.size = nn.Parameter(torch.rand(width) + 0.5), nn.Parameter(torch.tensor(0.8))
         self.register_buffer("gate", torch.tensor(gate))
 
     def forward(self, x: Tensor) -> Tensor:
