@@ -43,7 +43,7 @@ class FoldAffine(Pass):
         W (gamma * u + beta) + c  =  (W diag(gamma)) u + (c + W beta)
 
     which holds over the reals whatever the norm is, eps included. In norms fold, and inner norms whose consumers are
-    all linear (Sub-LN); `final` folds the final norm into the head too. Before::
+    all linear (Sub-LN), those on no stream too; `final` folds the final norm into the head. Before::
 
         stream toy width=8
           block h.0 attention pre
@@ -67,6 +67,7 @@ class FoldAffine(Pass):
 
     name: ClassVar[str] = "fold-affine"
     exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
+    everywhere: ClassVar[bool] = True
 
     final: bool = False
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from lnrewrite.algebra.placement import WRITABLE, Conversion, switches, usual_norm
 from lnrewrite.algebra.sizes import keep_sizes
+from lnrewrite.algebra.stored import STORED
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Block, Exactness, Kind, Placement, Proposal, Side, Stream, Where, sums
 from lnrewrite.pipeline import Context, Pass
@@ -21,6 +22,9 @@ WANTED = {
 
 FIRST = "first:25%"
 """Which blocks of Mix-LN are post."""
+
+FOLDED = {Kind.L2: "run settle-norms first"} | dict.fromkeys(STORED, "run absorb-scales,fold-batchnorm first")
+"""What makes another norm, or none, of those that cannot be moved."""
 
 OFFSET = 8.0
 """How large a constant goes before a norm at the end of a branch, in sizes of the branch."""
@@ -196,8 +200,9 @@ def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
     if any(s.norm.fixed for s in block.sites):
         return Refusal(Code.LN111, block.name, "its norm divides by one number", "run settle-norms first")
     if any(s.norm.kind not in WRITABLE for s in lost):
-        remedy = "run settle-norms first" if lost[0].norm.kind is Kind.L2 else "choose a placement that keeps it"
-        return Refusal(Code.LN111, block.name, f"a {lost[0].norm.kind} norm cannot be moved", remedy)
+        kind = next(s.norm.kind for s in lost if s.norm.kind not in WRITABLE)
+        remedy = FOLDED.get(kind, "choose a placement that keeps it")
+        return Refusal(Code.LN111, block.name, f"a {kind} norm cannot be moved", remedy)
     if Where.IN in switched and (sum(s.where is Where.IN for s in block.sites) > 1 or block.barrier(Side.RAW)):
         return Refusal(
             Code.LN110,

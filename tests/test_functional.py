@@ -97,6 +97,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "a difference from the branch": lambda x, f, v: f - x,
     "a weighed difference": lambda x, f, v: torch.sub(x, f, alpha=0.5),
     "stack": lambda x, f, v: torch.stack([x, f], -2).sum(-2),
+    "views side by side": lambda x, f, v: torch.cat([x[None], f[None]]).sum(0),
     "mean of a stack": lambda x, f, v: torch.stack([x, f]).mean(0),
 }
 

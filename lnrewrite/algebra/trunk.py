@@ -153,18 +153,19 @@ class Absorber:
         scales = block.scaled("read")
         operations: list[Operation] = [DropScale(s) for s in scales]
         by = self.product(scales)
-        bare = block.barrier(Side.RAW) or (not norms and block.barrier(Side.READ))
+        bare = block.barrier(Side.RAW) or (not norms and not scales and block.barrier(Side.READ))
         if not is_one(self.size) and bare:
             raise Closed(Code.LN126, f"{block.name} reads the stream without a norm")
-        behind = norms[0] if scales and (norms[0].norm.gamma or norms[0].norm.beta) else None
+        behind = norms[0] if scales and norms and (norms[0].norm.gamma or norms[0].norm.beta) else None
         for site in norms:
             operations += self.renormed(block, site, self.size, by if site is behind else 1.0)
-        if scales and set(norms[0].readers) - set(block.readers):
+        if scales and norms and set(norms[0].readers) - set(block.readers):
             why = f"{site_name(block, norms[0])} has readers outside of {block.name}"
             raise Closed(Code.LN101, why)
         if behind is None and (scales or (not norms and not is_one(self.size))):
             value = self.value(_plain(by * (1.0 if norms else self.size)))
-            operations += [FoldReader(r, value) for r in self.free(block.readers, block, Side.READ)]
+            held = block if norms or not scales else None  # ahead of a bare reader nothing stands but the factors
+            operations += [FoldReader(r, value) for r in self.free(block.readers, held, Side.READ)]
         return operations
 
     def left(self, block: Block, size: Factor) -> list[Operation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..ir import Anchor, Barrier, Block, Linear, ScalePair, Side, Site, Where
+from ..ir import Anchor, Barrier, Block, Linear, Scale, ScalePair, Side, Site, Where
 from . import scales as scales_
 from .beside import Skip, skip_of
 from .branches import Branch
@@ -25,12 +25,14 @@ def block(sites: Sites, one: Sum, branch: Branch, group: int | None) -> Block:
     """Describe a branch of a sum; `group` numbers the sum where it has several."""
     view, graph = sites.view, sites.graph
     held = tuple(_sites(sites, branch, one.post))
-    begin = [(norm.output, norm.axis) for norm in branch.entries] or [(branch.root, one.axis)]
-    edges = [readers(graph, start, axis, branch.region) for start, axis in begin]
     leave, entries = branch.exit, branch.entries
+    edges = [readers(graph, norm.output, norm.axis, branch.region) for norm in entries]
     outer = scales_.back(graph, branch.end, one.axis, "branch" if leave else "written", view.norms)
     inside = scales_.back(graph, leave.source, leave.axis, "written", view.norms) if leave else outer
-    reading = scales_.onward(graph, entries[0].output, entries[0].axis, "read") if len(entries) == 1 else ()
+    reading = tuple(scales_.onward(graph, entries[0].output, entries[0].axis, "read")) if len(entries) == 1 else ()
+    if not entries:
+        reading, edge = _scaled(graph, branch, one.axis)
+        edges = [edge]
     ends = writers(graph, inside.value, inside.axis, branch.region)
     skip = skip_of(graph, one.join, one.axis)
     return Block(
@@ -46,6 +48,25 @@ def block(sites: Sites, one: Sum, branch: Branch, group: int | None) -> Block:
         scale_pairs=tuple(_counted(sites, pair) for pair in find_scale_pairs(graph, branch.region, view.inside)),
         anchor=_anchor(view, branch, one.join, one.axis, ends, inside),
     )
+
+
+def _scaled(graph: OpGraph, branch: Branch, axis: int) -> tuple[tuple[Scale, ...], LinearEdge]:
+    """Return what reads the trunk without a norm, and the factors ahead of it where linear maps alone do.
+
+    Behind a factor for each channel they are `others` too: no linear map of the channels passes it.
+    """
+    value, scales = branch.root, list[Scale]()
+    while value == branch.root or len(graph.users[value]) == 1:
+        users = [u for u in graph.users[value] if u in branch.region]
+        step = scales_.factor(graph, graph[users[0]], axis, "read") if len(users) == 1 else None
+        if step is None:
+            break
+        value, scales = users[0], [*scales, step[1]]
+    edge = readers(graph, value, axis, branch.region)
+    if not scales or edge.others or not set(graph.users[value]) <= branch.region:
+        return (), readers(graph, branch.root, axis, branch.region)
+    linears = tuple(replace(linear, exact=False) for linear in edge.linears)
+    return tuple(scales), LinearEdge(linears, tuple(s.node for s in scales if s.vector))
 
 
 def _sites(sites: Sites, branch: Branch, post: NormMatch | None) -> Iterator[Site]:

@@ -84,7 +84,7 @@ class Branch:
             todo = [] if op.name in self.view.inside or op.kind not in WEIGHTED else list(op.data)
             while todo:
                 held = graph[todo.pop()]
-                if held.name in graph.constant:
+                if held.name in graph.constant and held.name not in self.region | {self.root}:
                     todo += held.data
                     found |= {str(held.attrs["param"])} if held.kind == "param" else set()
         return found
@@ -100,7 +100,8 @@ def branch_kind(graph: OpGraph, ops: Sequence[Op]) -> str:
     kinds = Counter(o.kind for o in ops)
     soft = any(k in kinds for k in ("softmax", "_softmax", "_safe_softmax"))
     products = [o for o in ops if o.kind in {"matmul", "bmm", "einsum"} and len(o.data) > 1]
-    data = [o for o in products if all(n not in graph.constant for n in o.data[:2])]
+    stored = graph.constant - {o.name for o in ops}  # what a branch computes from stored latents is data to it
+    data = [o for o in products if all(n not in stored for n in o.data[:2])]
     if "scaled_dot_product_attention" in kinds or (soft and len(data) >= 2):
         return "attention"
     if any(k in kinds for k in ROUTERS):

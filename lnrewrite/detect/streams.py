@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..ir import Barrier, Block, Side, Stream, Where
+from ..ir import Barrier, Block, Linear, Side, Stream, Where
 from .beside import added_to, counted_behind, told_apart
 from .blocks import block
 from .chains import Sum
 from .edges import LinearEdge, counted, readers, writers
+from .graph import OpGraph
 from .match import NormMatch
 from .naming import stream_name
 from .normed import NormedGraph
@@ -33,7 +34,7 @@ def stream(sites: Sites, chain: Sequence[Sum], index: int) -> Stream:
         name=stream_name([b.name for b in blocks], index),
         width=graph.width(first.join.total, first.axis),
         blocks=tuple(blocks),
-        sources=tuple(counted(graph, linear) for linear in sources.linears),
+        sources=tuple(_source(graph, linear, first.join.root) for linear in sources.linears),
         opaque=opaque,
         embedding=sites.site(Where.EMBEDDING, embedding) if embedding else None,
         final=sites.site(Where.FINAL, final) if final else None,
@@ -43,6 +44,13 @@ def stream(sites: Sites, chain: Sequence[Sum], index: int) -> Stream:
         source=first.join.root,
         last=last.join.total,
     )
+
+
+def _source(graph: OpGraph, linear: Linear, root: str) -> Linear:
+    """Count a source's uses; of stored latents that are the first state itself, those that read the state are one."""
+    found = counted(graph, linear)
+    held = linear.node == root and graph[root].kind == "param"
+    return replace(found, uses=found.uses - len(graph.users[root]) + 1) if held else found
 
 
 def _blocks(sites: Sites, chain: Sequence[Sum], index: int) -> list[Block]:

@@ -48,7 +48,7 @@ class Tapered(nn.Module):
 
     def __init__(self, width: int, gate: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.size = nn.Parameter(torch.ones(width)), nn.Parameter(torch.tensor(0.8))
+        self.weight, self.size = nn.Parameter(torch.rand(width) + 0.5), nn.Parameter(torch.tensor(0.8))
         self.register_buffer("gate", torch.tensor(gate))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -302,6 +302,23 @@ class Branches(nn.Module):
         return x + y
 
 
+class Latents(nn.Module):
+    """Let stored latents attend to the tokens, then to each other (Perceiver)."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.latents, self.tokens = nn.Parameter(torch.randn(TOKENS - 2, WIDTH)), nn.Linear(WIDTH, 12)
+        self.q, self.k, self.v, self.o = (nn.Linear(w, WIDTH) for w in (WIDTH, 12, 12, WIDTH))
+        self.one, self.two, self.layers = layer(WIDTH), layer(12), nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, h = self.latents.expand(len(x), -1, -1), self.two(self.tokens(x))
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in (self.q(self.one(first)), self.k(h), self.v(h)))
+        y: Tensor = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        z: Tensor = self.layers(first + self.o(y))
+        return z
+
+
 class Linked(nn.Module):
     """Multiply the skip by a learned number and add the embedding times another (nanochat, modded-nanogpt)."""
 
@@ -386,6 +403,9 @@ PUBLISHED: dict[str, Design] = {
     "WideNet": Design(lambda: Net(Wide(), final=layer), "pre*6", norms={"layer": 7}),
     "ReZero": Design(lambda: Net(*_four(lambda b: Gained(b, 0.3))), "none*4"),
     "Branchformer": Design(lambda: Net(Branches(), Branches(), final=layer), "pre*2", norms={"layer": 5}),
+    "latents that attend to the tokens (Perceiver)": Design(
+        lambda: Net(Latents(stack(inn=layer)), final=layer), "pre*5", norms={"layer": 7}
+    ),
     "links to the embedding": Design(lambda: Net(Linked([Attention(), Mlp()] * 2), final=rms), None, norms={"rms": 5}),
     "1 + w": Design(_pre(gemma), "pre*4", norms={"rms": 5}),
     "weightless norms": Design(_pre(weightless), "pre*4", norms={"layer": 5}),

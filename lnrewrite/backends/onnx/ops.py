@@ -163,6 +163,20 @@ def _gather_nd(node: NodeReader) -> Neutral:
     return "gather", node.inputs[:1], {"axes": tuple(range(batch + (depth if isinstance(depth, int) else 1)))}
 
 
+def _gather_elements(node: NodeReader) -> Neutral:
+    """Name picking each element by its own index; one that was expanded over the channels picks whole tokens."""
+    at, axis = node.at(1), node.attr("axis", 0)
+    made = at.producer() if at is not None else None
+    held = made.inputs[0] if made is not None and made.op_type == "Expand" else None
+    if node.rank() == 3 and axis in (1, -2) and held is not None and held.shape and held.shape[-1] == 1:
+        return "gather", node.inputs[:1], {"axes": (1,)}
+    return "gather_elements", node.inputs, {}
+
+
+def _scatter(node: NodeReader) -> Neutral:
+    return ("scatter_add" if node.attr("reduction", "none") == "add" else "scatter"), node.inputs, {}
+
+
 def _pad(node: NodeReader) -> Neutral:
     """Describe padding; with anything but zeros it adds values, and where it pads must be known."""
     pads, rank, mode = node.attr("pads") or node.ints(1), node.rank(), node.attr("mode", "constant")
@@ -197,6 +211,7 @@ RULES: dict[str, Callable[[NodeReader], Neutral]] = {
     "BatchNormalization": _statistics("batch_norm"), "InstanceNormalization": _statistics("instance_norm"),
     "GroupNormalization": _statistics("group_norm"), "Clip": _clip, "Max": _max, "Sum": _sum,
     "Transpose": _transpose, "Slice": _slice, "Gather": _gather, "GatherND": _gather_nd, "Gemm": _gemm,
+    "GatherElements": _gather_elements, "ScatterElements": _scatter,
     "Pad": _pad, "Conv": _conv("conv"), "ConvTranspose": _conv("conv_transpose"),
 }  # fmt: skip
 

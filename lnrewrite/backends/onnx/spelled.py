@@ -2,6 +2,7 @@
 
 x - f            =  x + (-1) f         where one of them is the state that weights compute the other one from
 (g x) s          =  g (x s)            where s is a size of x alone, and g is computed from data
+x with f added   =  x + (0 with f added)   to some of its elements, where weights compute f from x
 """
 
 from __future__ import annotations
@@ -62,6 +63,23 @@ def _added(graph: ir.Graph, node: ir.Node, place: Places) -> ir.Value | None:
         graph.insert_before(node, scaled)
         x = scaled.outputs[0]
     return _replace(graph, node, ir.node("Gemm", node.inputs[:2], held), node.outputs[0], "Add", x)
+
+
+def _scattered(graph: ir.Graph, node: ir.Node, place: Places) -> ir.Value | None:
+    x, at, f = node.inputs
+    if node.attributes.get_string("reduction", "none") != "add" or x is None or f is None or x.dtype is None:
+        return None
+    if x.is_graph_output() or not _alike(x, node.outputs[0]) or not _weighed(x, f, place):
+        return None
+    zero = ir.tensor(np.zeros(1, x.dtype.numpy()), x.dtype)
+    shape = ir.node("Shape", [x], name=f"{node.name}.shape")
+    zeros = ir.node("ConstantOfShape", shape.outputs, {"value": zero}, name=f"{node.name}.zeros")
+    for made, kind in ((shape, ir.DataType.INT64), (zeros, x.dtype)):
+        made.outputs[0].name, made.outputs[0].type = made.name, ir.TensorType(kind)
+        graph.insert_before(node, made)
+    zeros.outputs[0].shape = x.shape
+    scattered = ir.node("ScatterElements", [zeros.outputs[0], at, f], node.attributes)
+    return _replace(graph, node, scattered, x, "Add", x)
 
 
 def _stacked(graph: ir.Graph, node: ir.Node, place: Places) -> ir.Value | None:
@@ -176,4 +194,6 @@ def _alike(first: ir.Value, *others: ir.Value) -> bool:
     return True
 
 
-SPELLINGS = {"Sub": _minus, "Gemm": _added, "ReduceSum": _stacked, "Mul": _sized, "Div": _sized}
+SPELLINGS = {
+    "Sub": _minus, "Gemm": _added, "ReduceSum": _stacked, "Mul": _sized, "Div": _sized, "ScatterElements": _scattered,
+}  # fmt: skip

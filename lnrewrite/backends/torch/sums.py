@@ -119,17 +119,25 @@ def _axes(dims: Argument, rank: int) -> list[int]:
 
 
 def stacked(node: fx.Node) -> Spelled:
-    """stack([x, f], d).sum(d), or its mean."""
+    """stack([x, f], d).sum(d), or its mean; cat([x[None], f[None]]) is a stack too."""
     stack, dims, *rest = node.args
-    if not isinstance(stack, fx.Node) or stack.target is not aten.stack.default or rest or node.kwargs:
-        return _same(node)
-    (held, *at), rank = stack.args, stack.meta["val"].dim()
-    if _axes(dims, rank) != _axes(at or [0], rank) or stack.kwargs or len(stack.users) > 1:
-        return _same(node)
-    terms = list(held) if isinstance(held, Sequence) else []
+    terms = _side_by_side(stack, dims) if isinstance(stack, fx.Node) and not rest and not node.kwargs else []
     if node.target is aten.mean.dim:
         terms = [made(node, aten.div.Tensor, term, len(terms)) for term in terms]
     return _plus(node, *terms) if len(terms) > 1 else _same(node)
+
+
+def _side_by_side(stack: fx.Node, dims: Argument) -> list[Argument]:
+    """Return what a stack that one node reads holds along an axis of its own, the one that is asked for."""
+    if stack.target not in {aten.stack.default, aten.cat.default} or stack.kwargs or len(stack.users) > 1:
+        return []
+    (held, *at), rank = stack.args, stack.meta["val"].dim()
+    axis = _axes(at or [0], rank)
+    terms = list(held) if isinstance(held, Sequence) and _axes(dims, rank) == axis else []
+    if stack.target is aten.stack.default:
+        return terms
+    views = [t for t in terms if isinstance(t, fx.Node) and t.target is aten.unsqueeze.default]
+    return [v.args[0] for v in views if _axes(v.args[1:], rank) == axis] if len(views) == len(terms) else []
 
 
 SUMS: dict[Target, Callable[[fx.Node], Spelled]] = {
