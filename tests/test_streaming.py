@@ -22,7 +22,7 @@ import lnrewrite as lnr
 import zoo
 from commands import started
 from lnrewrite.api import load_source
-from lnrewrite.checkpoints import streaming
+from lnrewrite.checkpoints import kept, streaming
 from lnrewrite.checkpoints.stored import Store
 from lnrewrite.comparison.verifying import compare
 from lnrewrite.data.batches import load_data
@@ -76,7 +76,7 @@ def test_a_large_folder_becomes_what_it_becomes_in_memory(
     loaded = lnr.rewrite_file(
         source, f"place{{to={to} fit=constants}}", tmp_path / "loaded", calibrate=data, partial=True
     )
-    monkeypatch.setattr(streaming, "LARGE", 0)
+    monkeypatch.setattr(kept, "LARGE", 0)
     report = lnr.rewrite_file(source, f"place{{to={to}}}", tmp_path / "streamed", calibrate=data, partial=True)
     assert report.edits == loaded.edits and report.pipeline == loaded.pipeline
     assert any("--fit reconstruct" in note for note in report.notes)
@@ -112,7 +112,7 @@ def weights(at: Path) -> dict[str, Tensor]:
 
 def looked_at(at: Path) -> Any:
     source = identify(at, OpenOptions(None, False, False, None, "cpu", 0))
-    return streaming.stored_program(source) or load_source(source)
+    return kept.stored_program(source) or load_source(source)
 
 
 @pytest.mark.parametrize("dtype", rows(["float32", "bfloat16"], sample=["float32"]))
@@ -123,7 +123,7 @@ def test_folders_are_compared_and_inspected_from_disk(
     source = folder("llama", dtype, tmp_path)
     lnr.rewrite_file(source, "fold-affine", tmp_path / "folded")
     whole = [looked_at(at) for at in (source, tmp_path / "folded")]
-    monkeypatch.setattr(streaming, "LARGE", 0)
+    monkeypatch.setattr(kept, "LARGE", 0)
     parts = [looked_at(at) for at in (source, tmp_path / "folded")]
     assert all(isinstance(p, streaming.StoredProgram) for p in parts)
     assert str(parts[0].stream) == str(whole[0].stream)
@@ -190,7 +190,7 @@ def convert(room: Path, pipeline: str, out: Path, kill: int | None = None) -> No
 
     whole = Store.pieces
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "LARGE", 0)
+        patch.setattr(kept, "LARGE", 0)
         if kill is not None:
             patch.setattr(Store, "pieces", pieces)
             sys.addaudithook(seen)
