@@ -1,7 +1,7 @@
 """Say what memory a healing takes in each of many processes: measured here, or counted without the weights.
 
     python examples/heal_memory.py plan                       # 1B, 7B and 70B on 8 GPUs of 80 GB, by torch's tracker
-    python examples/heal_memory.py plan --only 70B --processes 32 --depths 4,8  # counted at two depths, and continued
+    python examples/heal_memory.py plan --only 70B --processes 32 --depths 8,16  # a lower bound, from two depths
     python examples/heal_memory.py measure --processes 1,2,4  # a folder of 0.3 G parameters, three steps, over gloo
 
 `plan` takes one step on fake tensors, as the first of so many processes whose others are not there, and counts every
@@ -133,14 +133,14 @@ def planned(shape: Shape, processes: int, rows: int, length: int) -> tuple[int, 
 
 
 def continued(shape: Shape, depths: list[int], *how: int) -> tuple[int, int, dict[str, int]]:
-    """Return what `planned` does, from two depths: each layer takes what each of those between them took."""
-    (one, few), (two, more) = ((depth, planned((depth, *shape[1:]), *how)) for depth in depths)
+    """Return the parameters, and how many bytes the peak has at least, from those of two depths in a straight line.
 
-    def line(low: int, high: int) -> int:
-        return low + (high - low) * (shape[0] - one) // (two - one)
-
-    parts = {kind: line(size, more[2].get(kind, size)) for kind, size in few[2].items()}
-    return line(few[0], more[0]), line(few[1], more[1]), parts
+    A peak is the largest of several moments, each of which grows evenly with the depth: it lies above such a line.
+    """
+    one, two = depths
+    few, more = (planned((depth, *shape[1:]), *how)[:2] for depth in depths)
+    count, peak = (low + (high - low) * (shape[0] - one) // (two - one) for low, high in zip(few, more, strict=True))
+    return count, peak, {}
 
 
 @click.group(context_settings={"show_default": True})
@@ -154,7 +154,7 @@ def main() -> None:
 @click.option("--rows", default=1, help="Rows of a micro-batch in each process.")
 @click.option("--length", default=2048, help="Tokens of a row.")
 @click.option("--memory", default=80, help="GB of a GPU.")
-@click.option("--depths", help="Count at these two depths alone, as 4,8, and go on in a straight line.")
+@click.option("--depths", help="Count at these two depths alone, as 8,16, and continue the line: at least so much.")
 def plan(only: tuple[str, ...], processes: int, rows: int, length: int, memory: int, depths: str | None) -> None:
     """Count the bytes of a step with --bf16 and --gradient-checkpointing, without the weights."""
     torch.set_num_threads(1)
@@ -166,7 +166,7 @@ def plan(only: tuple[str, ...], processes: int, rows: int, length: int, memory: 
         shape, some = SHAPES[name], [int(depth) for depth in (depths or "").split(",") if depth]
         count, peak, parts = continued(shape, some, *how) if some else planned(shape, *how)
         states = sum(STATES.values()) * count / processes
-        verdict = "fits" if peak <= memory * 1e9 else "does not fit"
+        verdict = "does not fit" if peak > memory * 1e9 else "at least so much" if some else "fits"
         click.echo(f"{name:4} {count:12,} {states / 1e9:8.2f} {peak / 1e9:8.2f}  {verdict}")
         told = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in sorted(parts.items(), key=lambda x: -x[1]))
         click.echo(f"     {told} ({time.perf_counter() - began:.0f} s)")
