@@ -1,6 +1,7 @@
 """Say what memory a healing takes in each of many processes: measured here, or counted without the weights.
 
     python examples/heal_memory.py plan                       # 1B, 7B and 70B on 8 GPUs of 80 GB, by torch's tracker
+    python examples/heal_memory.py plan --only 70B --processes 32 --depths 8,16  # a lower bound, from two depths
     python examples/heal_memory.py measure --processes 1,2,4  # a folder of 0.3 G parameters, three steps, over gloo
 
 `plan` takes one step on fake tensors, as the first of so many processes whose others are not there, and counts every
@@ -38,7 +39,8 @@ from lnrewrite.healing.training import Phase
 from lnrewrite.loading.identify import identify
 from lnrewrite.models.program import Program
 
-SHAPES = {
+Shape = tuple[int, int, int, int, int, int]
+SHAPES: dict[str, Shape] = {
     "1B": (16, 2048, 8192, 32, 8, 128_256),
     "7B": (32, 4096, 11_008, 32, 32, 32_000),
     "70B": (80, 8192, 28_672, 64, 8, 32_000),
@@ -83,14 +85,14 @@ class Both(nn.Module):
         return phase.total(phase.terms(batch, batch["input_ids"].numel()))
 
 
-def planned(name: str, processes: int, rows: int, length: int) -> tuple[int, int, dict[str, int]]:
+def planned(shape: Shape, processes: int, rows: int, length: int) -> tuple[int, int, dict[str, int]]:
     """Return the parameters of a shape, the bytes at the peak of a step, and what they are of."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with torch.device("meta"):
-        model = llama(*SHAPES[name], length)
+        model = llama(*shape, length)
         ids = torch.zeros((2, 16), dtype=torch.int64)
     program = Program(capture_module(model, (), {"input_ids": ids}))
     for path, buffer in model.named_buffers():
@@ -130,6 +132,17 @@ def planned(name: str, processes: int, rows: int, length: int) -> tuple[int, int
     return sum(p.numel() for p in model.parameters()), parts.pop("Total"), parts
 
 
+def continued(shape: Shape, depths: list[int], *how: int) -> tuple[int, int, dict[str, int]]:
+    """Return the parameters, and how many bytes the peak has at least, from those of two depths in a straight line.
+
+    A peak is the largest of several moments, each of which grows evenly with the depth: it lies above such a line.
+    """
+    one, two = depths
+    few, more = (planned((depth, *shape[1:]), *how)[:2] for depth in depths)
+    count, peak = (low + (high - low) * (shape[0] - one) // (two - one) for low, high in zip(few, more, strict=True))
+    return count, peak, {}
+
+
 @click.group(context_settings={"show_default": True})
 def main() -> None:
     """Say what memory a healing takes in each process."""
@@ -141,16 +154,19 @@ def main() -> None:
 @click.option("--rows", default=1, help="Rows of a micro-batch in each process.")
 @click.option("--length", default=2048, help="Tokens of a row.")
 @click.option("--memory", default=80, help="GB of a GPU.")
-def plan(only: tuple[str, ...], processes: int, rows: int, length: int, memory: int) -> None:
+@click.option("--depths", help="Count at these two depths alone, as 8,16, and continue the line: at least so much.")
+def plan(only: tuple[str, ...], processes: int, rows: int, length: int, memory: int, depths: str | None) -> None:
     """Count the bytes of a step with --bf16 and --gradient-checkpointing, without the weights."""
     torch.set_num_threads(1)
     click.echo(f"{processes} processes, {rows} x {length} tokens in each; GB of 10^9 bytes")
     click.echo(f"{'':4} {'parameters':>12} {'states':>8} {'peak':>8}  of {memory} GB")
     for name in only or SHAPES:
         began = time.perf_counter()
-        count, peak, parts = planned(name, processes, rows, length)
+        how = processes, rows, length
+        shape, some = SHAPES[name], [int(depth) for depth in (depths or "").split(",") if depth]
+        count, peak, parts = continued(shape, some, *how) if some else planned(shape, *how)
         states = sum(STATES.values()) * count / processes
-        verdict = "fits" if peak <= memory * 1e9 else "does not fit"
+        verdict = "does not fit" if peak > memory * 1e9 else "at least so much" if some else "fits"
         click.echo(f"{name:4} {count:12,} {states / 1e9:8.2f} {peak / 1e9:8.2f}  {verdict}")
         told = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in sorted(parts.items(), key=lambda x: -x[1]))
         click.echo(f"     {told} ({time.perf_counter() - began:.0f} s)")

@@ -32,6 +32,7 @@ COMMANDS = {
     "fold": ["opt", "IN", "--passes", "fold-affine", "-o", "OUT", "-q"],
     "verify": ["verify", "IN", "OUT", "-q"],
     "inspect": ["inspect", "IN", "-q"],
+    "export": ["export", "IN", "-o", "FILE", "--target", "cpu", "--force", "-q"],
 }
 """`verify` compares with what the command before it wrote."""
 
@@ -63,7 +64,8 @@ def main(width: int, layers: int, dtype: str, steps: str, folder: str | None, pl
         for step in steps.split(","):
             if step != "verify":
                 shutil.rmtree(out, ignore_errors=True)
-            words = [{"IN": str(source), "OUT": str(out), "DATA": str(data)}.get(w, w) for w in COMMANDS[step]]
+            names = {"IN": str(source), "OUT": str(out), "DATA": str(data), "FILE": str(room / "model.onnx")}
+            words = [names.get(w, w) for w in COMMANDS[step]]
             peak, spent, code = measured([str(Path(sys.executable).with_name("lnrewrite")), *words])
             told = "" if not code else f"   exit {code}"
             click.echo(

@@ -21,7 +21,7 @@ import lnrewrite as lnr
 import zoo
 from commands import fails, ok
 from lnrewrite.checkpoints import healing as folders
-from lnrewrite.checkpoints import kept
+from lnrewrite.checkpoints import outputs
 from lnrewrite.healing.snapshots import Snapshots
 from tiers import rows
 
@@ -86,7 +86,7 @@ def test_a_folder_comes_out_that_computes_what_was_healed(
     name: str, to: str, option: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[lnr.Program] = []
-    for written in (folders.FolderOutput, kept.KeptOutput):
+    for written in (folders.FolderOutput, outputs.KeptOutput):
 
         def write(self: Any, healed: Any, program: lnr.Program, *more: Any, real: Any = written.write) -> None:
             held.append(program)
@@ -123,7 +123,7 @@ def test_a_folder_comes_out_that_computes_what_was_healed(
 def test_nothing_is_written_where_the_folder_would_not_open_as_healed(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = kept.empty_model
+    real = outputs.empty_model
 
     def spoiled(source: Any, dtype: torch.dtype) -> Any:
         if source.name.startswith(str(tmp_path)):
@@ -132,7 +132,7 @@ def test_nothing_is_written_where_the_folder_would_not_open_as_healed(
                 file.write(b"!")
         return real(source, dtype)
 
-    monkeypatch.setattr(kept, "empty_model", spoiled)
+    monkeypatch.setattr(outputs, "empty_model", spoiled)
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "healed"
     how = ("--data", made / "d.jsonl", *HOW, "-o", out)

@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import lnrewrite as lnr
 from lnrewrite.backends.onnx import file as onnx_file
+from lnrewrite.backends.onnx import session
 from lnrewrite.export import writer
 from mutants import protobuf_mutant
 from tiers import rows
@@ -315,6 +316,7 @@ def test_what_is_written_comes_back(limit: int, tmp_path: Path, monkeypatch: pyt
     weights = np.random.default_rng(0).normal(size=(WIDTH, 16)).astype("float32")
     (tmp_path / "w").write_bytes(weights.tobytes())
     monkeypatch.setattr(onnx_file, "ONE_FILE", limit)
+    monkeypatch.setattr(session, "SENT", limit)
     program = lnr.load(str(tmp_path / "m.onnx"))
     result = lnr.Pipeline.parse("fold-affine").run(program)
     result.program.save(tmp_path / "m.onnx", force=True)  # over the file that it is read from

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,8 +20,10 @@ from torch import Tensor, nn
 
 import lnrewrite as lnr
 import zoo
+from commands import started
 from lnrewrite.api import load_source
-from lnrewrite.checkpoints import streaming
+from lnrewrite.checkpoints import kept, streaming
+from lnrewrite.checkpoints.stored import Store
 from lnrewrite.comparison.verifying import compare
 from lnrewrite.data.batches import load_data
 from lnrewrite.loading.identify import identify
@@ -69,7 +76,7 @@ def test_a_large_folder_becomes_what_it_becomes_in_memory(
     loaded = lnr.rewrite_file(
         source, f"place{{to={to} fit=constants}}", tmp_path / "loaded", calibrate=data, partial=True
     )
-    monkeypatch.setattr(streaming, "LARGE", 0)
+    monkeypatch.setattr(kept, "LARGE", 0)
     report = lnr.rewrite_file(source, f"place{{to={to}}}", tmp_path / "streamed", calibrate=data, partial=True)
     assert report.edits == loaded.edits and report.pipeline == loaded.pipeline
     assert any("--fit reconstruct" in note for note in report.notes)
@@ -105,7 +112,7 @@ def weights(at: Path) -> dict[str, Tensor]:
 
 def looked_at(at: Path) -> Any:
     source = identify(at, OpenOptions(None, False, False, None, "cpu", 0))
-    return streaming.stored_program(source) or load_source(source)
+    return kept.stored_program(source) or load_source(source)
 
 
 @pytest.mark.parametrize("dtype", rows(["float32", "bfloat16"], sample=["float32"]))
@@ -116,7 +123,7 @@ def test_folders_are_compared_and_inspected_from_disk(
     source = folder("llama", dtype, tmp_path)
     lnr.rewrite_file(source, "fold-affine", tmp_path / "folded")
     whole = [looked_at(at) for at in (source, tmp_path / "folded")]
-    monkeypatch.setattr(streaming, "LARGE", 0)
+    monkeypatch.setattr(kept, "LARGE", 0)
     parts = [looked_at(at) for at in (source, tmp_path / "folded")]
     assert all(isinstance(p, streaming.StoredProgram) for p in parts)
     assert str(parts[0].stream) == str(whole[0].stream)
@@ -147,3 +154,75 @@ def test_rows_of_one_array_are_batches_enough_to_hold_some_out(count: int, sizes
     free, fixed = {"ids": {0: "n"}}, {"ids": {}}
     assert [len(b["ids"]) for b in load_data(str(tmp_path / "d.npz"), example, dynamic=free, least=8)] == sizes
     assert {len(b["ids"]) for b in load_data(str(tmp_path / "d.npz"), example, dynamic=fixed, least=8)} == {2}
+
+
+# ---- what is killed ----
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model in many files, and data."""
+    room = tmp_path_factory.mktemp("killed")
+    zoo.build("llama", depth=1, head=True)[0].save_pretrained(room / "model", max_shard_size="40KB")
+    np.savez(room / "data.npz", input_ids=np.random.default_rng(0).integers(0, 32, (2, 12)))
+    return room
+
+
+def convert(room: Path, pipeline: str, out: Path, kill: int | None = None) -> None:
+    """Rewrite a folder from disk, OUT over what stands there; be killed at a step of what is read and written."""
+    torch.set_num_threads(1)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def seen(event: str, args: tuple[Any, ...]) -> None:
+        if event in EVENTS and out.parent.name in str(args[0]):
+            step()
+
+    def pieces(store: Store, name: str) -> Iterator[Tensor]:
+        for piece in whole(store, name):
+            step()
+            yield piece
+
+    whole = Store.pieces
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept, "LARGE", 0)
+        if kill is not None:
+            patch.setattr(Store, "pieces", pieces)
+            sys.addaudithook(seen)
+        data = str(room / "data.npz")
+        lnr.rewrite_file(room / "model", pipeline, out, calibrate=data, partial=True, force=True)
+
+
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+WRITTEN: dict[str, dict[str, bytes]] = {}
+KILLED = list(product(("place{to=peri}", "fold-affine"), range(1, 70, 3)))
+
+
+@pytest.mark.parametrize(("pipeline", "step"), rows(KILLED, sample=[("fold-affine", 31)]))
+def test_what_is_killed_leaves_what_was_there_and_the_next_is_whole(
+    pipeline: str, step: int, source: Path, tmp_path: Path
+) -> None:
+    """Every other OUT is there before; what the killed one left beside OUT goes with the next; all write the same."""
+    out = tmp_path / "place" / "out"
+    out.parent.mkdir()
+    if there := step % 2:
+        shutil.copytree(source / "model", out)
+    process = started(convert, source, pipeline, out, step)
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    left = held(out)
+    convert(source, pipeline, out)
+    assert held(out) == WRITTEN.setdefault(pipeline, held(out))
+    assert left == held(out) or process.exitcode and left == (held(source / "model") if there else {})
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def held(at: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(at)): p.read_bytes() for p in sorted(at.rglob("*")) if p.is_file()}

@@ -34,8 +34,9 @@ from ..pipeline.job import Job
 from ..pipeline.protocols import Proposer
 from ..pipeline.report import Report
 from ..quiet import LOGGER
+from .kept import is_large, on_disk
 from .stored import Store
-from .streaming import drawn, is_large, on_disk
+from .streaming import drawn
 from .writing import Done, Weights, check_room, write_checked
 
 UNFITTED = (
@@ -90,10 +91,11 @@ def _streamed(source: Source, job: Job, exact: bool) -> tuple[Report, Done] | No
     Also where it chooses its path by its data, and is to be run on such.
     """
     fixed: dict[str, object] = {}  # no axis needs to be dynamic where nothing is run
-    held = on_disk(source, fixed if exact else None)
-    if held is None or not exact and held.program.fixed_paths:
+    found = on_disk(source, fixed if exact else None)
+    if found is None or not exact and found[1].fixed_paths:
         return None
-    module, program, weights, dtype = held.module, held.program, held.weights, held.dtype
+    held, program = found
+    module, inputs = held.module, program.example_inputs()
     result = job.run(program, None if exact else job.batches(program))
     note = "the weights were streamed; lnrewrite verify compares the two folders"
     report = replace(result.report, notes=(*result.report.notes, note))
@@ -113,15 +115,15 @@ def _streamed(source: Source, job: Job, exact: bool) -> tuple[Report, Done] | No
 
     def check(folder: Path) -> None:
         """Open the folder without its weights; where its structure is new, run it and the plan, weights from disk."""
-        again = empty_model(identify(str(folder), source.how), dtype)
+        again = empty_model(identify(str(folder), source.how), held.dtype)
         written = Weights.read(folder, again)
         if written is None:
             raise not_as_planned(source, "the written folder lacks weights that the network has")
         if recipe.changes:
             check_ties(source, module, again)
             now = Store({n: written.files[key] for n, key in written.keys.items()}, dict(again.named_buffers()))
-            captured = capture_module(again.to("meta"), (), held.inputs, fixed).module
-            given = drawn(held.inputs, program.id_limits(), job.seed)
+            captured = capture_module(again.to("meta"), (), inputs, fixed).module
+            given = drawn(inputs, program.id_limits(), job.seed)
             names = parameter_names(captured)
             plan = from_disk(after.module(), after.read, given)
             compared(source, plan, from_disk(captured, lambda name: now.read(names[name]), given))
@@ -132,7 +134,7 @@ def _streamed(source: Source, job: Job, exact: bool) -> tuple[Report, Done] | No
     flags = {} if recipe.changes or after is program else weightless(after)
     if flags:
         report = replace(report, notes=(*report.notes, f"config.json says {', '.join(flags)}: gains are folded away"))
-    return report, Done(module, recipe.changes, weights, read, form, check, flags)
+    return report, Done(module, recipe.changes, held.weights, read, form, check, flags)
 
 
 def weightless(program: Program) -> dict[str, object]:

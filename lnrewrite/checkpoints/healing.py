@@ -13,67 +13,30 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..backends.inputs import Tensors
 from ..backends.torch.capture import evaluating, from_program
 from ..data.corpus import Ready
 from ..data.infer import given_inputs, infer_inputs
 from ..errors import Code, LnrewriteError
 from ..files.output import check_folder, named_path
 from ..healing.config import HealingConfig
-from ..healing.living import PIPELINE, compare, device_of
 from ..healing.opening import tokenizer_named
 from ..healing.outputs import Output
 from ..healing.pairing import unlike
-from ..healing.participant import Participant
 from ..healing.session import Healed, heal
-from ..live.undoing import RECORD
-from ..loading.identify import identify
 from ..loading.open import Opened, open_module
 from ..loading.source import Format, Source
 from ..loading.transformers import Tokenizer
 from ..models.program import Program
 from ..quiet import LOGGER
-from .folders import check_ties
-from .kept import Kept, KeptOutput
-from .writing import Done, Weights, check_room, write_checked
+from .kept import Kept
+from .outputs import FolderOutput, KeptOutput
+from .writing import Weights, check_room
+
+HELD = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes that are trained in float32: a folder of others is loaded whole."""
 
 PACKED = (".jsonl", ".parquet", ".bin")
 """How the names of files end that may hold many documents, beside .npy."""
-
-
-@dataclass(frozen=True)
-class FolderOutput:
-    """Write a healed module as a folder: that of `source`, whose structure it has or was given by a healing.
-
-    weights: where the folder holds each parameter, as it was opened.
-    """
-
-    target: Path
-    source: Source
-    weights: Weights | None
-    force: bool
-
-    def write(self, healed: Participant, program: Program, module: nn.Module, batches: Sequence[Tensors]) -> None:
-        """Write the folder whole or not at all: opened again, it is compared with the healed program before it lands.
-
-        Raises LnrewriteError LN025, LN310, LN313.
-        """
-        if not healed.world.first:
-            return
-        logs = vars(module).get(RECORD, [])
-
-        def check(folder: Path) -> None:
-            again = open_module(identify(str(folder), self.source.how)).module
-            assert again is not None
-            check_ties(self.source, module, again)
-            compare(again.to(device_of(program)), program, batches)
-
-        changes = [change for log in logs for change in log.recipe]
-        done = Done.in_memory(module, changes, self.weights, check)
-        write_checked(self.target, self.source.file, done, PIPELINE, self.force)
-
-    def __str__(self) -> str:
-        return str(self.target)
 
 
 def heal_folder(
@@ -134,7 +97,7 @@ def _on_disk(
     if teacher.format is not Format.TRANSFORMERS:
         return None
     LOGGER.info(f"looking at {teacher.name} and {student.name}")
-    first, second = Kept.open(teacher), Kept.open(student)
+    first, second = (Kept.open(each, torch.float32, HELD) for each in (teacher, student))
     if first is None or second is None:
         return None
     reads = first.tokenizer or second.tokenizer

@@ -1,60 +1,75 @@
-"""A folder whose weights stay on the disk while its network is healed: each process reads its part, one writes."""
+"""A folder whose weights stay on the disk: its network without them, where they are, and what is captured of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from math import prod
 from typing import Self
 
 import torch
 from torch import nn
 
-from ..backends.inputs import Tensors
 from ..backends.torch.capture import capture_module
-from ..backends.torch.lift import parameter_names
+from ..backends.torch.dynamic import Shapes
 from ..backends.torch.module import stored
-from ..compat.torch import pytree
-from ..healing.living import PIPELINE
-from ..healing.participant import Participant
+from ..data.infer import given_inputs, infer_inputs
+from ..errors import Code, LnrewriteError
+from ..live.ports import children
 from ..loading.checkpoint import empty_model
-from ..loading.identify import identify, listed
-from ..loading.source import Source
+from ..loading.identify import listed
+from ..loading.source import Format, Source
 from ..loading.transformers import Tokenizer, tokenizer_in
-from ..models.program import Program
-from .folders import check_ties, compared, from_disk, not_as_planned
+from ..models.program import check_values
+from ..quiet import LOGGER
+from .shards import Stored
 from .stored import Store
 from .streaming import StoredProgram
-from .writing import Done, Weights, write_checked
+from .writing import Weights, held_by
 
-WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
-"""What is trained for each dtype of a folder that can be kept on the disk."""
+LARGE = 1 << 30
+"""Of a folder with more bytes of weights these are read part by part, also where a model is run on data."""
 
-ROWS = 2
-"""Rows on which what was written is compared with what was healed."""
+
+def is_large(source: Source) -> bool:
+    """Return whether a folder's weights stay on disk when its model is run."""
+    return sum(path.stat().st_size for path in source.file.glob("*.safetensors")) > LARGE
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Hold a folder's network without its weights, in float32, whatever the folder stores."""
+    """Hold a folder's network on the meta device, and where its weights are.
+
+    dtype: that of the network, whatever the folder stores.
+    """
 
     source: Source
     module: nn.Module
     weights: Weights
     store: Store
+    dtype: torch.dtype
 
     @classmethod
-    def open(cls, source: Source) -> Self | None:
-        """Look at a folder; None where it does not hold floating point weights as the network names them."""
-        if not any(source.file.glob("*.safetensors")):
+    def open(cls, source: Source, dtype: torch.dtype | None = None, takes: Collection[torch.dtype] = ()) -> Self | None:
+        """Look at a folder; None where it does not hold its weights as the network names them.
+
+        dtype: of the network, None takes that of the largest weight. takes: None too for a weight of another dtype.
+        """
+        paths = sorted(source.file.glob("*.safetensors"))
+        if not paths:
             return None
-        module = empty_model(source, torch.float32).float()
+        kind = dtype or _dtype(held_by(paths[0]))
+        module = empty_model(source, kind)
+        if dtype is not None:
+            module.to(dtype)
         weights = Weights.read(source.file, module)
-        if weights is None or any(weights.files[key].dtype not in WIDE for key in weights.keys.values()):
+        if weights is None:
+            return None
+        files = {name: weights.files[key] for name, key in weights.keys.items()}
+        if takes and any(where.dtype not in takes for where in files.values()):
             return None
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        files = {name: weights.files[key] for name, key in weights.keys.items()}
-        return cls(source, module.to("meta"), weights, Store(files, buffers))
+        return cls(source, module.to("meta"), weights, Store(files, buffers), kind)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -69,68 +84,63 @@ class Kept:
         what = f"weights of the checkpoint are not used by {type(self.module).__name__}"
         return (f"{len(unused)} {what}: {listed(unused)}",) if unused else ()
 
-    def program(self, given: Mapping[str, object]) -> StoredProgram | None:
-        """Capture the network; None where it makes tensors that only a network with weights could tell."""
-        on_meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in given.items()}
-        taken = capture_module(self.module, (), on_meta)
-        for node in taken.module.graph.find_nodes(op="get_attr"):
-            held = stored(taken.module, str(node.target))
-            if held is None or isinstance(held, nn.Parameter) or not held.is_meta:
-                continue
-            if (real := self.store.held.get(str(node.target))) is None:
-                return None
-            path, _, leaf = str(node.target).rpartition(".")
-            setattr(taken.module.get_submodule(path), leaf, real)
-        return StoredProgram(taken, self.store, format=self.source.format, tokenizer=self.tokenizer)
+    def program(self, given: Mapping[str, object], shapes: Shapes = None, called: bool = False) -> StoredProgram | None:
+        """Capture the network; None where it makes tensors that only a network with weights could tell.
 
-
-@dataclass(frozen=True)
-class KeptOutput:
-    """Write what was healed as the folder it came from, one parameter at a time, in the dtype that it was stored in."""
-
-    target: Path
-    kept: Kept
-    force: bool
-
-    def write(self, healed: Participant, program: Program, module: nn.Module, batches: Sequence[Tensors]) -> None:
-        """Write the folder whole or not at all: what was written is compared with what was trained before it lands.
-
-        Raises LnrewriteError LN025, LN313.
+        shapes: what is dynamic, as `capture_module` takes it. called: note what its children are called with, for who
+        carries changes over to them. Raises as `capture_module`.
         """
-        given = {name: tensor[:ROWS] for name, tensor in batches[0].items()}
-        wanted = healed.outputs(given)
-        healed.help(lambda: self._write(healed, given, wanted))
+        module = self.module
+        on_meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+        taken = capture_module(module, (), on_meta, shapes, (lambda a, k: children(module, a, k)) if called else None)
+        found = StoredProgram(taken, self.store, format=self.source.format, tokenizer=self.tokenizer)
+        for name in {str(n.target) for n in taken.module.graph.find_nodes(op="get_attr")}:
+            held, first = stored(taken.module, name), found.names.get(name, name)
+            if held is None or not held.is_meta or first in self.store.files:
+                continue
+            if first not in self.store.held:
+                return None
+            path, _, leaf = name.rpartition(".")
+            setattr(taken.module.get_submodule(path), leaf, self.store.held[first])
+        return found
 
-    def _write(self, healed: Participant, given: Tensors, wanted: object) -> None:
-        source, store = self.kept.source, self.kept.store
 
-        def read(name: str) -> Iterable[torch.Tensor]:
-            if (first := healed.view.first(name)) is None:
-                return store.pieces(name)
-            return [healed.whole(first).to(store.form(name)[0]).cpu()]
+def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
+    """Return the dtype of the largest tensor of floating point numbers."""
+    floats = [where for where in files.values() if where.dtype.is_floating_point]
+    return max(floats, key=lambda where: prod(where.shape)).dtype if floats else torch.float32
 
-        def check(folder: Path) -> None:
-            again = empty_model(identify(str(folder), source.how), torch.float32)
-            written = Weights.read(folder, again)
-            if written is None:
-                raise not_as_planned(source, "the written folder lacks weights that the network has")
-            check_ties(source, self.kept.module, again)
-            files = {name: written.files[key] for name, key in written.keys.items()}
-            names = parameter_names(healed.program.module())
-            for name in healed.named:
-                if not torch.equal(files[names[name]].read(), *read(name)):
-                    raise not_as_planned(source, f"loaded again, {name} is not what was trained")
-            found = from_disk(healed.program.module(), lambda name: files[names[name]].read().float(), given)
-            elsewhere = healed.bf16 or healed.world.device.type != "cpu"
-            compared(source, pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, wanted), found, elsewhere=elsewhere)
 
-        write_checked(
-            self.target,
-            source.file,
-            Done(self.kept.module, [], self.kept.weights, read, store.form, check),
-            PIPELINE,
-            self.force,
-        )
+def on_disk(source: Source, shapes: Shapes) -> tuple[Kept, StoredProgram] | None:
+    """Capture a folder's model without its weights; None as `Kept.open` and `Kept.program`.
 
-    def __str__(self) -> str:
-        return str(self.target)
+    shapes: what is dynamic, as `capture_module` takes it; None finds out, and gives None where the model cannot be
+    captured without its weights. Raises LnrewriteError LN024 where a weight is NaN or infinite, and what capturing
+    raises.
+    """
+    held = Kept.open(source)
+    if held is None:
+        return None
+    LOGGER.info("checking the weights")
+    for name, where in held.store.files.items():
+        check_values(name, where.rows())
+    try:
+        inputs = (given_inputs(held.module, source.how) or infer_inputs(held.module, source.how.seed)).kwargs
+        program = held.program(inputs, shapes, called=True)
+    except LnrewriteError as error:
+        if shapes is None and error.code in (Code.LN020, Code.LN023):  # with its weights it may run, and be captured
+            return None
+        raise
+    return None if program is None else (held, program)
+
+
+def stored_program(source: Source) -> StoredProgram | None:
+    """Capture a large folder's model with its weights on disk; None for all else, and for what runs in memory alone.
+
+    That is what chooses its path by its data. Raises as `on_disk`.
+    """
+    how = source.how
+    if source.format is not Format.TRANSFORMERS or how.factory or how.device != "cpu" or not is_large(source):
+        return None
+    held = on_disk(source, None)
+    return None if held is None or held[1].fixed_paths else held[1]

@@ -1,118 +1,33 @@
-"""Hold a folder's model whose weights stay on disk: captured from its config, run part by part."""
+"""Run a model whose weights stay on disk, part by part: captured without them, each is read when something asks."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from ..backends.inputs import draw, spec_of
 from ..backends.rewriter import Rewriter
 from ..backends.running import Runnable
-from ..backends.torch.capture import Capture, capture_module, evaluating, quiet
-from ..backends.torch.dynamic import Shapes
+from ..backends.torch.capture import Capture, evaluating, quiet
 from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import stored
 from ..backends.torch.walk import Walk
 from ..backends.torch.widened import worked_out
 from ..comparison.proving import Evidence, away, evidence
 from ..comparison.verifying import measured
-from ..data.infer import given_inputs, infer_inputs
 from ..detect.arithmetic import Floats
-from ..errors import Code, LnrewriteError
 from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec, plain_content
-from ..live.ports import children
-from ..loading.checkpoint import empty_model
-from ..loading.open import tokenizer_of
-from ..loading.source import Format, Source
 from ..models.calibration import See
-from ..models.program import Program, check_values
+from ..models.program import Program
 from ..models.sampling import Sampled
 from ..pipeline.protocols import Batch, Samples
 from ..pipeline.results import Drift, Gap
-from ..quiet import LOGGER
-from .shards import Stored
 from .stored import Store, StoredEditor
-from .writing import Weights, held_by
-
-LARGE = 1 << 30
-"""Of a folder with more bytes of weights these are read part by part, also where a model is run on data."""
-
-
-def is_large(source: Source) -> bool:
-    """Return whether a folder's weights stay on disk when its model is run."""
-    return sum(path.stat().st_size for path in source.file.glob("*.safetensors")) > LARGE
-
-
-@dataclass(frozen=True)
-class OnDisk:
-    """Hold a folder's network without its weights, where these are, and the program captured from it.
-
-    inputs: what it was captured with, on the meta device.
-    """
-
-    module: nn.Module
-    weights: Weights
-    program: StoredProgram
-    dtype: torch.dtype
-    inputs: Mapping[str, object]
-
-
-def on_disk(source: Source, shapes: Shapes) -> OnDisk | None:
-    """Capture a folder's model without its weights; None where the folder does not hold them as the network names them.
-
-    Also where the model makes constants as it runs, which are lost without a device that holds numbers.
-    shapes: what is dynamic, as `capture_module` takes it; None finds out, and gives None where the model cannot be
-    captured without its weights. Raises LnrewriteError LN024 where a weight is NaN or infinite, and what capturing
-    raises.
-    """
-    paths = sorted(source.file.glob("*.safetensors"))
-    if not paths:
-        return None
-    dtype = _dtype(held_by(paths[0]))
-    module = empty_model(source, dtype)
-    weights = Weights.read(source.file, module)
-    if weights is None:
-        return None
-    LOGGER.info("checking the weights")
-    for name, key in weights.keys.items():
-        check_values(name, weights.files[key].rows())
-    buffers = {n: b.clone() for n, b in module.named_buffers()}
-    module.to("meta")
-    try:
-        inputs = dict((given_inputs(module, source.how) or infer_inputs(module, source.how.seed)).kwargs)
-        taken = capture_module(module, (), inputs, shapes, lambda a, k: children(module, a, k))
-    except LnrewriteError as error:
-        if shapes is None and error.code in (Code.LN020, Code.LN023):  # with its weights it may run, and be captured
-            return None
-        raise
-    store = Store({n: weights.files[key] for n, key in weights.keys.items()}, buffers)
-    program = StoredProgram(taken, store, format=source.format, tokenizer=tokenizer_of(source))
-    return OnDisk(module, weights, program, dtype, inputs) if program.whole else None
-
-
-def _dtype(files: Mapping[str, Stored]) -> torch.dtype:
-    """Return the dtype of the largest tensor of floating point numbers."""
-    floats = [where for where in files.values() if where.dtype.is_floating_point]
-    return max(floats, key=lambda where: prod(where.shape)).dtype if floats else torch.float32
-
-
-def stored_program(source: Source) -> StoredProgram | None:
-    """Capture a large folder's model with its weights on disk; None for all else, and for what runs in memory alone.
-
-    That is what chooses its path by its data. Raises as `on_disk`.
-    """
-    how = source.how
-    if source.format is not Format.TRANSFORMERS or how.factory or how.device != "cpu" or not is_large(source):
-        return None
-    held = on_disk(source, None)
-    return None if held is None or held.program.fixed_paths else held.program
 
 
 class StoredProgram(Program):
@@ -121,14 +36,6 @@ class StoredProgram(Program):
     def __init__(self, capture: Capture, store: Store, **how: Any) -> None:
         super().__init__(capture, **how)
         self.store, self.names = store, parameter_names(capture.module)
-
-    @property
-    def whole(self) -> bool:
-        """Return whether all numbers that the graph reads are here or on disk."""
-        module = self._capture.module
-        read = {str(n.target) for n in module.graph.find_nodes(op="get_attr")}
-        lost = {n for n in read if (held := stored(module, n)) is not None and held.is_meta}
-        return all(self.names[n] in self.store.files or self.names[n] in self.store.held for n in lost)
 
     def _held(self, param: str) -> torch.Tensor | None:
         return None if stored(self._capture.module, param) is None else self.read(param)

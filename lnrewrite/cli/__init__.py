@@ -204,7 +204,7 @@ def verify(reference: str, candidate: str, tolerance: str | None, how: OpenOptio
     sources = identify(reference, how), identify(candidate, how)  # a missing file is told before anything is captured
     with screen.working(f"capturing {reference}"):
         from ..api import load_source
-        from ..checkpoints.streaming import stored_program
+        from ..checkpoints.kept import stored_program
         from ..comparison.verifying import check_tolerance, compare
 
         check_tolerance(tolerance)

@@ -34,7 +34,7 @@ def inspect(model: str, hosts: bool, output: str | None, force: bool, how: OpenO
     source, target = identify(model, how), page_of(output, force, PICTURES)
     with screen.working(f"capturing {model}"):
         from ..api import load_source
-        from ..checkpoints.streaming import stored_program
+        from ..checkpoints.kept import stored_program
         from ..rehosting import fits_of
 
         program, fits = fits_of(source) if hosts else (stored_program(source) or load_source(source), [])

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..compat.memory import give_back_at_once
 from ..errors import Code, UsageError
 
 T = TypeVar("T")
@@ -45,6 +46,8 @@ class World:
         if place.type == "cuda":
             place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(place)
+        else:
+            give_back_at_once()  # each part is gathered and freed in every step
         if ours := not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
         return cls(dist.get_rank(), size, place, ours)

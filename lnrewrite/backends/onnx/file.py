@@ -65,13 +65,13 @@ def stamp(model: ir.Model, **provenance: str) -> None:
     model.metadata_props.update({f"lnrewrite.{key}": value for key, value in provenance.items()})
 
 
-def write(model: ir.Model, target: Path, data: str | None = None) -> list[Path]:
+def write(model: ir.Model, target: Path, data: str | None = None, most: int | None = None) -> list[Path]:
     """Write a model, weights tensor by tensor; return its files, the model first.
 
-    Up to `ONE_FILE` bytes of weights are written into the model, more beside it as `data` (default: `<name>.data`). The
-    caller moves the files into place: an interrupted call leaves some of them.
+    Up to `most` bytes of weights (default: `ONE_FILE`) are written into the model, more beside it as `data` (default:
+    `<name>.data`). The caller moves the files into place: an interrupted call leaves some of them.
     """
-    if bytes_of(model) <= ONE_FILE:
+    if bytes_of(model) <= (ONE_FILE if most is None else most):
         ir.save(whole(model), target)
         return [target]
     beside = target.with_name(data or data_names(target)[0])

@@ -23,7 +23,7 @@ from ...pipeline.protocols import Batch
 from ..inputs import check_names, fitted
 from ..running import Runnable
 from .double import doubled, widened
-from .file import ONE_FILE, bytes_of, whole, write
+from .file import bytes_of, whole, write
 from .lift import size
 from .remote import Died, Failed, RemoteSession
 from .server import LEVELS
@@ -149,6 +149,9 @@ PLACE = re.compile(r"/onnxruntime_src/\S+:\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?:
 """Where in ONNX Runtime's own sources an error was raised: a file, a line, a function's signature."""
 
 
+SENT = 1 << 27
+"""Weights of more bytes are written for ONNX Runtime, and not copied into a message to it, twice."""
+
 SPARE, PER_BYTE = 1 << 28, 16
 
 
@@ -186,10 +189,10 @@ def load(model: ir.Model) -> RemoteSession:
         import onnxruntime
 
         register(onnxruntime.SessionOptions(), "the model")  # raises where it does not load
-    if (size := bytes_of(model)) <= ONE_FILE:
+    if (size := bytes_of(model)) <= SENT:
         return _opened(ir.to_proto(whole(model)).SerializeToString(), size, library)
     with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:
-        return _opened(str(write(model, Path(folder) / "model.onnx")[0]), size, library)
+        return _opened(str(write(model, Path(folder) / "model.onnx", most=SENT)[0]), size, library)
 
 
 def _opened(model: str | bytes, size: int, library: Path | None) -> RemoteSession:
