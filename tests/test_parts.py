@@ -63,6 +63,7 @@ def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
     operators = Counter(node.op_type for graph in made.values() for node in graph.node)
     norms = sum(count for op, count in operators.items() if op.removeprefix("Skip") in NORMS)
     assert norms == sum(len(part.detection.norms) for part in held.parts.values()) == len(report.norms or ())
+    assert not operators["Softmax"] and operators["MultiHeadAttention"] == 2 + 4 + 4  # encoder, both decoders
     assert any("generates the same" in note or "first that differs" in note for note in report.notes)
 
 

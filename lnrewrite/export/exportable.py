@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ..backends.running import Runnable
@@ -27,10 +27,10 @@ class Exportable(Runnable):
         """Return the picture of the model."""
 
     @abstractmethod
-    def to_onnx(self, opset: int | None = None, *, contrib: bool = False) -> onnx_ir.Model:
+    def to_onnx(self, opset: int | None = None, *, kernels: Collection[str] = ()) -> onnx_ir.Model:
         """Return the model in ONNX, each norm one operator, in memory of its own.
 
-        opset: None takes a usual one. contrib: operators of ONNX Runtime's own may stand for what is no norm.
+        opset: None takes a usual one. kernels: the operators of ONNX Runtime that may stand for attention.
         """
 
     def tried(self, candidate: Runnable, bound: float) -> Sequence[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ..backends.onnx.norms import LAYER, RMS, SKIP
+from ..backends.onnx.norms import GROUPED, HEADED, LAYER, RMS, SKIP
 
 DECOMPOSED = "decomposed"
 
@@ -25,6 +25,13 @@ NO_CUDA_KERNEL = frozenset({
     "Unique",
 })  # fmt: skip
 """Standard operators on numbers that have no function body and whose names ORT 1.31.1's CUDA provider does not hold."""
+
+
+ATTENTION = {
+    ("cpu", "fp32"): (GROUPED, HEADED), ("cpu", "fp16"): (GROUPED, HEADED), ("cpu", "bf16"): (GROUPED,),
+    ("cuda", "fp32"): (HEADED,), ("cuda", "fp16"): (GROUPED, HEADED), ("cuda", "bf16"): (GROUPED,),
+}  # fmt: skip
+"""The kernels of attention that ONNX Runtime has for a target and type."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from .fusions import FOR, fuse_groups
 from .lowering import lower, split
 from .precision import lower_precision
 from .quantizing import Quantized, check_quantizing, quantized
-from .targets import DECOMPOSED, NO_CUDA_KERNEL, TARGETS
+from .targets import ATTENTION, DECOMPOSED, NO_CUDA_KERNEL, TARGETS
 
 FILE = 2e-5
 """The largest error, relative to the largest output, that a file may show against the model in memory."""
@@ -78,8 +78,7 @@ def export(
     output = check_output(path, force)
     bound = TOLERANCE["fp16" if program.in_half and dtype == "fp32" else dtype]
     LOGGER.info("translating to ONNX")
-    contrib = TARGETS[target].contrib and optimize == "auto" and (target, dtype) != ("cuda", "fp32")  # no such kernels
-    model = program.to_onnx(opset, contrib=contrib)
+    model = program.to_onnx(opset, kernels=ATTENTION.get((target, dtype), ()) if optimize == "auto" else ())
     left, notes = raised(model, program.network), list(program.notes)
     if optimize == "auto":
         LOGGER.info("fusing the rest of the graph")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -50,8 +51,8 @@ class Served(Program):
         calls = self.part.trials(seed)
         return [{name: tensor for name, tensor in call.items() if name not in self.dropped} for call in calls]
 
-    def to_onnx(self, opset: int | None = None, *, contrib: bool = False) -> ir.Model:
-        """Return the model in ONNX, with attention over the cache as ONNX Runtime has it where `contrib` allows."""
+    def to_onnx(self, opset: int | None = None, *, kernels: Collection[str] = ()) -> ir.Model:
+        """Return the model in ONNX, with attention as those of ONNX Runtime's kernels that are named compute it."""
         from ..backends.onnx.columns import gather_columns
         from ..backends.onnx.export import OPSET, to_onnx
         from ..backends.onnx.flattening import keep_tokens_apart
@@ -59,15 +60,18 @@ class Served(Program):
         from ..backends.onnx.packing import pack_heads, turn_weights, unturned_norms
 
         c, found = self._capture, self.detection
-        prepare = self.prepare if contrib else None
+        prepare = partial(self.prepare, kernels=kernels)
         model = to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
         self.dropped = name_part(model, self.part)
         for tidy in (keep_tokens_apart, turn_weights, unturned_norms, gather_columns, pack_heads):
             tidy(model)
         return model
 
-    def prepare(self, module: CapturedModule) -> None:
-        """Write what ONNX Runtime has operators for as it has them, in a copy that is translated."""
+    def prepare(self, module: CapturedModule, kernels: Collection[str]) -> None:
+        """Write attention as the kernels compute it, in a copy that is translated."""
+        from ..backends.onnx.caching import attend_with
+
+        attend_with(module, kernels)
 
 
 class Decoder(Served):
@@ -87,11 +91,11 @@ class Decoder(Served):
         config = config_of(self.part.model)
         return int(getattr(config.get_text_config(), "max_position_embeddings", POSITIONS) if config else POSITIONS)
 
-    def prepare(self, module: CapturedModule) -> None:
-        """Write attention over the cache as ONNX Runtime's operator for it."""
+    def prepare(self, module: CapturedModule, kernels: Collection[str]) -> None:
+        """Write attention over the cache as the kernels compute it, in a copy that is translated."""
         from ..backends.onnx.caching import group
 
-        self.shares = group(module, self.positions)
+        self.shares = group(module, self.positions, kernels)
 
 
 @dataclass(frozen=True, eq=False)

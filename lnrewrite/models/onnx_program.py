@@ -249,7 +249,7 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
     def _by_name(self, batch: Batch) -> Mapping[str, object]:
         return batch if isinstance(batch, Mapping) else dict(zip(self.example_inputs(), batch, strict=True))
 
-    def to_onnx(self, opset: int | None = None, *, contrib: bool = False) -> ir.Model:
+    def to_onnx(self, opset: int | None = None, *, kernels: Collection[str] = ()) -> ir.Model:
         """Return a copy of the model. Raises LnrewriteError LN503 where another opset is asked for."""
         held = self.model.opset_imports.get("", 0)
         if opset not in (None, held):

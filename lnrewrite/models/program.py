@@ -243,7 +243,7 @@ class Program(GraphModel[torch.Tensor]):
         rows, notes = fitted(sides[0], sides[1], blocks, fit, held)
         return type(self)(self._capture, format=self.format, tokenizer=self.tokenizer), rows, notes
 
-    def to_onnx(self, opset: int | None = None, *, contrib: bool = False) -> ir.Model:
+    def to_onnx(self, opset: int | None = None, *, kernels: Collection[str] = ()) -> ir.Model:
         """Return the model as ONNX, every recognised norm one operator, parameters under their own names.
 
         Raises LnrewriteError LN501 where torch.onnx has no translation, LN503 for an opset that cannot be written.

@@ -1,14 +1,16 @@
-"""Put ONNX Runtime's attention over a cache in the place of a captured decoder's, wherever it computes the same."""
+"""Put ONNX Runtime's attention in the place of a captured part's, wherever it computes the same."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, fx
 
 from ..torch.module import CapturedModule, register
-from .grouped import MASK, Grouped, attend, bias, find, flat, lengths, merged, padding, turned
+from .heads import MASK, Attention, find, same
+from .kernel_calls import apart, attend, attend_heads, bias, flat, lengths, merged, padding, turned
 from .rotation import Bench, Rotation
 
 aten = torch.ops.aten
@@ -16,8 +18,16 @@ COS, SIN = "cos_cache", "sin_cache"
 """The names of the tables of rotary embedding."""
 
 
-def group(module: CapturedModule, most: int) -> bool:
-    """Write the attentions of a decoder as the kernel computes them, in place; return whether it computes all of them.
+def attend_with(module: CapturedModule, kernels: Collection[str]) -> None:
+    """Write the attentions of a part without rotary embedding as the kernels compute them, in place."""
+    writing = _Writing(module)
+    for each in list(find(module.graph, kernels)):
+        writing.one(each)
+    _tidy(module)
+
+
+def group(module: CapturedModule, most: int, kernels: Collection[str]) -> bool:
+    """Write the attentions of a decoder as the kernels compute them, in place; return whether one computes all of them.
 
     Then nothing but the kernel sees the cache's tensors, which may be longer than what they hold: how many tokens there
     were before is told by attention_mask.
@@ -25,23 +35,27 @@ def group(module: CapturedModule, most: int) -> bool:
     module: a copy of what `CachedDecoder.capture` gives, to be translated. most: how many positions the model knows.
     """
     placed = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
-    ids, past = placed["input_ids"], placed["past_0"]
+    if MASK not in placed:
+        attend_with(module, kernels)
+        return False
+    ids, mask, past = placed["input_ids"], placed[MASK], placed["past_0"]
     sizes = [str(ids.meta["val"].shape[0]), str(ids.meta["val"].shape[1]), str(past.meta["val"].shape[2])]
     bench = Bench(module, placed.get("position_ids"), (sizes[0], sizes[1], sizes[2]))
-    found = list(find(bench, most)) if MASK in placed else []
-    if found:
-        writing = _Writing(module, ids, placed[MASK], found[0].node)
-        writing.positions = bench.positions
-        for each in found:
-            writing.one(each)
-    module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "get_attr", "output"))
+    writing = _Writing(module, ids, mask, bench.positions)
+    for each in list(find(module.graph, kernels, bench, most)):
+        writing.one(each)
+    _tidy(module)
     cache = [node for name, node in placed.items() if name.startswith("past_")]
     users = {user for node in cache for user in node.users}
     sized = [user for user in users if user.target is aten.sym_size.int]
-    whole = all(user.target in (attend, lengths) for user in users.difference(sized))
-    if found and whole:
-        _measure(module.graph, ids, placed[MASK], [user for user in sized if user.args[1] == 2])
-    return bool(found) and whole
+    whole = bool(writing.lengths) and all(user.target in (attend, lengths) for user in users.difference(sized))
+    if whole:
+        _measure(module.graph, ids, mask, [user for user in sized if user.args[1] == 2])
+    return whole
+
+
+def _tidy(module: CapturedModule) -> None:
+    module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "get_attr", "output"))
 
 
 def _measure(graph: fx.Graph, ids: fx.Node, mask: fx.Node, sized: list[fx.Node]) -> None:
@@ -61,58 +75,92 @@ def before(ids: Tensor, mask: Tensor) -> int:
 
 
 class _Writing:
-    """Hold what all attentions of a model share: lengths, masks as biases, tables."""
+    """Hold what all attentions of a part share: lengths, masks as biases, tables."""
 
-    def __init__(self, module: CapturedModule, ids: fx.Node, mask: fx.Node, first: fx.Node) -> None:
-        self.module, self.graph, self.ids, self.mask = module, module.graph, ids, mask
-        with self.graph.inserting_before(first):
-            both = self.graph.call_function(lengths, (ids, mask))
-            self.lengths = [self.graph.call_function(operator.getitem, (both, i)) for i in (0, 1)]
-        self.positions: fx.Node | None = None
+    def __init__(
+        self,
+        module: CapturedModule,
+        ids: fx.Node | None = None,
+        mask: fx.Node | None = None,
+        positions: fx.Node | None = None,
+    ) -> None:
+        self.module, self.graph, self.ids, self.mask, self.positions = module, module.graph, ids, mask, positions
+        self.lengths: list[fx.Node] = []
         self.biases: dict[fx.Node, fx.Node] = {}
         self.tables: list[tuple[Rotation, str, str]] = []
 
-    def one(self, found: Grouped) -> None:
+    def one(self, found: Attention) -> None:
         """Replace one attention."""
-        graph, node, turn = self.graph, found.node, found.turn
+        graph, node = self.graph, found.node
         value = node.meta["val"]
         with graph.inserting_before(node):
-            q, k, v = (self.flat(n) for n in (found.q, found.k, found.v))
-            held: list[fx.Node | None] = [graph.get_attr(name) for name in self.table(turn)] if turn else [None, None]
-            if turn and not found.inside:
-                how = (self.positions, *held, value.shape[-1], turn.interleaved)
-                q, k = (graph.call_function(turned, (x, *how)) for x in (q, k))
-                held = [None, None]
-            mask = self.bias(found)
-            numbers = (found.parts.scale, found.parts.cap, bool(turn and turn.interleaved))
-            rest = (*found.past, *self.lengths, *held, mask, *numbers)
-            made = graph.call_function(attend, (q, k, v, *rest))
-            outputs = [graph.call_function(operator.getitem, (made, i)) for i in range(3)]
-        for old, new in zip(found.present, outputs[1:], strict=True):
+            made = self.grouped(found) if found.grouped else self.headed(found)
+            outputs = [graph.call_function(operator.getitem, (made, i)) for i in range(3 if found.present else 1)]
+        for old, new in zip(found.present or (), outputs[1:], strict=True):
             new.meta["val"] = old.meta["val"]
             for user in [u for u in old.users if u.op == "output"]:
                 user.replace_input_with(old, new)
         end = _merging(node)
         if end is None:
             with graph.inserting_before(node):
-                shape = [*map(self.size, value.shape[:1]), -1, *value.shape[1::2]]
-                split = graph.call_function(aten.reshape.default, (outputs[0], shape))
-                outputs[0] = graph.call_function(aten.transpose.int, (split, 1, 2))
+                outputs[0] = graph.call_function(apart, (outputs[0], value.shape[1]))
             end = node
         outputs[0].meta["val"] = end.meta["val"]
         end.replace_all_uses_with(outputs[0])
 
-    def size(self, size: int | torch.SymInt) -> int | fx.Node:
-        """Return the batch as a number, or as what computes it."""
-        if isinstance(size, int):
-            return size
-        return self.graph.call_function(aten.sym_size.int, (self.ids, 0))
+    def grouped(self, found: Attention) -> fx.Node:
+        """Call the kernel that keeps a cache which heads share, and rotates."""
+        graph, turn = self.graph, found.turn
+        if not self.lengths:
+            both = graph.call_function(lengths, (self.ids, self.mask))
+            self.lengths = [graph.call_function(operator.getitem, (both, i)) for i in (0, 1)]
+        q, k, v = (self.flat(n) for n in (found.q, found.k, found.v))
+        held: list[fx.Node | None] = [graph.get_attr(name) for name in self.table(turn)] if turn else [None, None]
+        if turn and not found.inside:
+            q, k = (self.turned(x, found) for x in (q, k))
+            held = [None, None]
+        assert found.past is not None
+        numbers = (found.parts.scale, found.parts.cap, bool(turn and turn.interleaved))
+        rest = (*found.past, *self.lengths, *held, self.bias(found), *numbers)
+        return graph.call_function(attend, (q, k, v, *rest))
+
+    def headed(self, found: Attention) -> fx.Node:
+        """Call the kernel that takes keys and values of all heads: as they are made, or turned already."""
+        q, k, v = self.flat(found.q), found.k, found.v
+        if found.present or _lie_flat(k) and _lie_flat(v):
+            k, v = self.flat(k), self.flat(v)
+        if found.turn:
+            q = self.turned(q, found)
+            if found.present:
+                k = self.turned(k, found)
+            elif found.turned:
+                self.turn_kept(found)
+        numbers = (found.node.meta["val"].shape[1], found.parts.scale, found.present is not None)
+        return self.graph.call_function(
+            attend_heads, (q, k, v, self.bias(found), *(found.past or (None, None)), *numbers)
+        )
+
+    def turned(self, x: fx.Node, found: Attention) -> fx.Node:
+        """Rotate heads that lie flat by the operator for it."""
+        assert found.turn is not None
+        held = [self.graph.get_attr(name) for name in self.table(found.turn)]
+        how = (self.positions, *held, found.node.meta["val"].shape[-1], found.turn.interleaved)
+        return self.graph.call_function(turned, (x, *how))
+
+    def turn_kept(self, found: Attention) -> None:
+        """Rotate new keys that go into a cache by the operator for it."""
+        assert found.turned is not None
+        old, x = found.turned
+        with self.graph.inserting_before(old.next):
+            heads = self.graph.call_function(apart, (self.turned(self.flat(x), found), old.meta["val"].shape[1]))
+        heads.meta["val"] = old.meta["val"]
+        old.replace_all_uses_with(heads)
 
     def flat(self, node: fx.Node) -> fx.Node:
         """Return heads of four axes as three, without a step where they were three."""
         heads_second = isinstance(node.meta["val"].shape[1], int)
-        if heads_second and node.target is aten.transpose.int and node.args[1:] in ((1, 2), (2, 1)):
-            node, heads_second = node.args[0], False  # type: ignore[assignment]
+        if heads_second and _lie_flat(node):
+            node, heads_second = same(node).args[0], False  # type: ignore[assignment]
         if heads_second:
             return self.graph.call_function(merged, (node,))
         shape = node.meta["val"].shape
@@ -123,11 +171,13 @@ class _Writing:
                 return source
         return self.graph.call_function(flat, (node,))
 
-    def bias(self, found: Grouped) -> fx.Node:
+    def bias(self, found: Attention) -> fx.Node | None:
         """Return a mask as a bias, one for all layers that have it: of padding alone where that is all it says."""
-        mask, like = found.parts.mask, found.q
+        if found.parts.mask is None:
+            return None
+        mask, q = same(found.parts.mask), found.parts.q
         if mask not in self.biases:
-            call = (padding, (self.mask, self.ids, like)) if found.plain else (bias, (mask, like))
+            call = (padding, (self.mask, self.ids, q)) if found.plain else (bias, (mask, q))
             self.biases[mask] = self.graph.call_function(*call)
         return self.biases[mask]
 
@@ -142,6 +192,12 @@ class _Writing:
             register(self.module, name, torch.nn.Parameter(tensor.contiguous(), requires_grad=False))
         self.tables.append((turn, cos, sin))
         return cos, sin
+
+
+def _lie_flat(node: fx.Node) -> bool:
+    """Return whether heads [batch, heads, new, size] are turned from [batch, new, heads, size]."""
+    node = same(node)
+    return node.target is aten.transpose.int and node.args[1:] in ((1, 2), (2, 1))
 
 
 def _merging(node: fx.Node) -> fx.Node | None:

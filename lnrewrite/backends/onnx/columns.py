@@ -17,8 +17,8 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ..torch.served import sizes_of
-from .norms import CONTRIB
-from .packing import GROUPED, sizes, stored_as
+from .norms import CONTRIB, GROUPED
+from .packing import sizes, stored_as
 
 ROTARY = "RotaryEmbedding"
 MOVES = {"Reshape", "Transpose", "Split", "Slice", "Gather", "GatherND", "Squeeze", "Unsqueeze", "Identity"}

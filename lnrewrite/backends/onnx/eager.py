@@ -22,7 +22,7 @@ class Written:
     q: fx.Node
     key: fx.Node
     value: fx.Node
-    mask: fx.Node
+    mask: fx.Node | None
     scale: float
     cap: float
 

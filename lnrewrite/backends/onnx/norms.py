@@ -22,6 +22,8 @@ from ...ir import Kind, Norm
 
 CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
+GROUPED, HEADED = "GroupQueryAttention", "MultiHeadAttention"
+"""Those of them that are attention."""
 LAYER, RMS, STANDARD_RMS = "LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"
 OPERATORS = {Kind.LAYER: LAYER, Kind.RMS: RMS}
 SKIP = {LAYER: "SkipLayerNormalization", RMS: "SkipSimplifiedLayerNormalization"}

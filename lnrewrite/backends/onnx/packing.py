@@ -8,9 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from .norms import CONTRIB, NormNode, resemble
+from .norms import CONTRIB, GROUPED, HEADED, NormNode, resemble
 
-GROUPED = "GroupQueryAttention"
 Change = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
@@ -33,6 +32,9 @@ def pack_heads(model: ir.Model) -> None:
 
     q = x W_q + b_q, k = x W_k + b_k, v = x W_v + b_v    ->    [q k v] = x [W_q W_k W_v] + [b_q b_k b_v]
     """
+    for node in [n for n in model.graph if (n.domain, n.op_type) == (CONTRIB, HEADED)]:
+        _scale(model, node)
+        _biases(model.graph, node)
     for node in [n for n in model.graph if (n.domain, n.op_type) == (CONTRIB, GROUPED)]:
         _scale(model, node)
         parts = [_product(value) for value in node.inputs[:3]]
@@ -70,6 +72,39 @@ def _scale(model: ir.Model, node: ir.Node) -> None:
         model.graph.remove(before, safe=True)
 
 
+def _biases(graph: ir.Graph, node: ir.Node) -> None:
+    """Let the kernel that has an input for them add what is added to queries, keys and values as they are made."""
+    given = [value for value in node.inputs[:3] if value is not None and len(value.shape or ()) == 3]
+    parts = [_added(value) for value in given]
+    known = [part[1] for part in parts if part is not None]
+    if len(given) < 3 or not known or any(node.inputs[3:4]):
+        return
+    node.resize_inputs(max(len(node.inputs), 4))
+    widths = [int(str((value.shape or ())[-1])) for value in given]
+
+    def values(held: Sequence[np.ndarray]) -> np.ndarray:
+        left = iter(held)
+        pieces = (
+            np.zeros(n, held[0].dtype) if part is None else next(left) for n, part in zip(widths, parts, strict=True)
+        )
+        return np.concatenate([*pieces])
+
+    node.replace_input_with(3, stored_as(graph, known, f"{known[0].name}_packed", [sum(widths)], values))
+    for index, part in enumerate(parts):
+        if part is not None:
+            node.replace_input_with(index, part[0])
+
+
+def _added(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """Return (x, b) where a value that is read here alone is x + b, b constant and one number for each channel."""
+    node = value.producer() if len(value.uses()) == 1 else None
+    if node is None or node.op_type != "Add" or node.domain:
+        return None
+    rest, bias = sorted((v for v in node.inputs if v is not None), key=lambda v: v.const_value is not None)
+    plain = rest.const_value is None and bias.const_value is not None and len(bias.shape or ()) == 1
+    return (rest, bias) if plain and list(bias.shape or ()) == list(value.shape or ())[-1:] else None
+
+
 def unturned_norms(model: ir.Model) -> None:
     """Let norms of heads run over tokens as they lie: turned, normed and turned back is normed."""
     for node in model.graph:
@@ -97,11 +132,8 @@ def _product(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value | Non
     """Return (x, W, b) where a value is x W + b, constants W and b (None: there is none) that are read here alone."""
     node = value.producer() if value is not None and len(value.uses()) == 1 else None
     bias: ir.Value | None = None
-    if node is not None and node.op_type == "Add" and node.domain == "":
-        held = sorted((v for v in node.inputs if v is not None), key=lambda v: v.const_value is not None)
-        rest, bias = held[0], held[-1]
-        plain = rest.const_value is None and bias.const_value is not None and len(bias.shape or ()) == 1
-        node = rest.producer() if plain and len(rest.uses()) == 1 else None
+    if value is not None and (added := _added(value)) is not None:
+        node, bias = added[0].producer() if len(added[0].uses()) == 1 else None, added[1]
     if node is None or node.op_type != "MatMul" or node.domain or value is None or value.shape is None:
         return None
     x, weight = node.inputs

@@ -1,0 +1,100 @@
+"""Kernels of attention in a graph that is traced, and what is computed for them: they have shapes and no values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .norms import CONTRIB, GROUPED, HEADED
+
+TURNING = f"{CONTRIB}::RotaryEmbedding"
+LEAST = -3e4
+"""What is added to a score that is hidden: no weight is left of it, and half precision holds it with any score added.
+
+In a row that sees nothing the sum of the least number and a score would be minus infinity, and all of it NaN.
+"""
+
+
+def lengths(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the last index of each row's keys [batch], and their number: attention_mask tells it, [batch, keys]."""
+    total = mask.shape[1]
+    last = torch.full((ids.shape[0],), total - 1, dtype=torch.int32, device=ids.device)
+    return last, torch.full((), total, dtype=torch.int32, device=ids.device)
+
+
+def bias(mask: Tensor, q: Tensor) -> Tensor:
+    """Return what is added to the scores of q [batch, heads, new, size] in the place of a mask."""
+    least = torch.full((), LEAST, dtype=q.dtype, device=q.device)
+    if mask.shape[2] == 1:
+        mask = mask.expand(-1, -1, q.shape[2], -1)
+    if mask.dtype is torch.bool:
+        return torch.where(mask, torch.zeros_like(least), least)
+    return torch.maximum(mask.to(q.dtype), least)
+
+
+def padding(mask: Tensor, ids: Tensor, like: Tensor) -> Tensor:
+    """Return what is added to the scores of tokens [batch, new] for padding in attention_mask [batch, keys]."""
+    hidden = (1 - mask.to(like.dtype)) * LEAST
+    return hidden[:, None, None].expand(-1, 1, ids.shape[1], -1)
+
+
+def merged(x: Tensor) -> Tensor:
+    """Return [batch, heads, new, size] as [batch, new, heads * size]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return [batch, new, heads, size] as [batch, new, heads * size]."""
+    return x.flatten(2)
+
+
+def turned(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, size: int, interleaved: bool) -> Tensor:
+    """Represent the operator that rotates heads of a size, x [batch, new, heads * size], in a graph that is traced."""
+    width = 2 * cos.shape[1]
+    held = {"interleaved": int(interleaved), "num_heads": x.shape[2] // size}
+    held |= {"rotary_embedding_dim": width} if width < size else {}
+    return torch.onnx.ops.symbolic(TURNING, (x, positions, cos, sin), {**held}, dtype=x.dtype, shape=x.shape, version=1)
+
+
+def apart(x: Tensor, heads: int) -> Tensor:
+    """Return [batch, new, heads * size] as [batch, heads, new, size]."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, last: Tensor, total: Tensor,
+    cos: Tensor | None, sin: Tensor | None, mask: Tensor, scale: float, cap: float, interleaved: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Represent the kernel in a graph that is traced: it has shapes and no values."""
+    size, kv = past_k.shape[3], past_k.shape[1]
+    held: dict[str, int | float] = {"num_heads": q.shape[2] // size, "kv_num_heads": kv, "scale": scale}
+    if cap:
+        held["softcap"] = cap
+    if cos is not None:
+        held |= {"do_rotary": 1, "rotary_interleaved": int(interleaved)}
+    present = (past_k.shape[0], kv, past_k.shape[2] + q.shape[1], size)
+    return tuple(
+        torch.onnx.ops.symbolic_multi_out(
+            f"{CONTRIB}::{GROUPED}", (q, k, v, past_k, past_v, last, total, cos, sin, None, mask), {**held},
+            dtypes=(q.dtype,) * 3, shapes=(q.shape, present, present), version=1,
+        )
+    )  # fmt: skip
+
+
+def attend_heads(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, past_k: Tensor | None, past_v: Tensor | None,
+    heads: int, scale: float, gives: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Represent the kernel that keeps a cache of all heads, or none: see `attend`. gives: whether the cache is read."""
+    given = [q, k, v, None, None, mask, past_k, past_v]
+    while given[-1] is None:
+        given.pop()
+    past = 0 if past_k is None else past_k.shape[2]
+    present = (q.shape[0], heads, past + k.shape[1], q.shape[2] // heads)
+    count = 3 if gives else 1
+    return tuple(
+        torch.onnx.ops.symbolic_multi_out(
+            f"{CONTRIB}::{HEADED}", given, {"num_heads": heads, "scale": scale},
+            dtypes=(q.dtype,) * count, shapes=(q.shape, present, present)[:count], version=1,
+        )
+    )  # fmt: skip
