@@ -77,10 +77,11 @@ def _biases(graph: ir.Graph, node: ir.Node) -> None:
     given = [value for value in node.inputs[:3] if value is not None and len(value.shape or ()) == 3]
     parts = [_added(value) for value in given]
     known = [part[1] for part in parts if part is not None]
-    if len(given) < 3 or not known or any(node.inputs[3:4]):
+    last = [value.shape[-1] for value in given if value.shape]
+    widths = [width for width in last if isinstance(width, int)]
+    if len(widths) < 3 or not known or any(node.inputs[3:4]):
         return
     node.resize_inputs(max(len(node.inputs), 4))
-    widths = [int(str((value.shape or ())[-1])) for value in given]
 
     def values(held: Sequence[np.ndarray]) -> np.ndarray:
         left = iter(held)
