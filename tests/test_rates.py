@@ -23,7 +23,7 @@ from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.distributed import World, local
 from lnrewrite.healing.losses import Measured, Mix, Objective, losses_of
 from lnrewrite.healing.participant import Participant
-from lnrewrite.healing.rates import FACTOR, NUDGE, SHARE, lowest, nudged, usual
+from lnrewrite.healing.rates import FACTOR, NUDGE, SHARE, cautious, nudged, usual
 from lnrewrite.healing.snapshots import Snapshots
 from lnrewrite.healing.view import View
 from lnrewrite.models.program import Program
@@ -100,17 +100,18 @@ def test_the_report_tells_both_gaps_with_their_errors(pair: Any, text: str) -> N
 
 
 CURVES = {
-    "inside": (lambda x: (x - 0.3) ** 2, 0.3),
-    "above": (lambda x: (x - 1.2) ** 2, 1.2),
-    "below": (lambda x: (x + 1.2) ** 2, -1.2),
-    "diverges": (lambda x: math.inf if x > -0.9 else (x + 1.8) ** 2, -1.8),
-    "endless": (lambda x: -x, 2.0),  # as far as it looks
-    "nowhere": (lambda x: math.inf, -0.0),
+    "good": (lambda x: (x - 0.3) ** 2, 0),
+    "too low": (lambda x: (x - 1.2) ** 2, 0),
+    "little better below": (lambda x: 0.04 * x, 0),
+    "much better below": (lambda x: (x + 2) ** 2, -2),
+    "diverges": (lambda x: math.inf if x > -1.5 else 0.0, -2),
+    "endless": (lambda x: x, -3),  # as far as it looks
+    "nowhere": (lambda x: math.inf, -3),
 }
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_the_lowest_of_few_trials_is_found(name: str) -> None:
+def test_a_rate_is_halved_where_that_is_worth_it(name: str) -> None:
     curve, best = CURVES[name]
     looked: list[float] = []
 
@@ -118,7 +119,7 @@ def test_the_lowest_of_few_trials_is_found(name: str) -> None:
         looked.append(rate)
         return curve(math.log(rate / 1e-3) / math.log(FACTOR))
 
-    found = math.log(lowest(loss_at, 1e-3) / 1e-3) / math.log(FACTOR)
+    found = math.log(cautious(loss_at, 1e-3, 0.05) / 1e-3) / math.log(FACTOR)
     assert len(looked) == len(set(looked)) <= 4
     assert found == pytest.approx(best, abs=1e-6)
 
@@ -201,7 +202,7 @@ def test_the_budget_holds_the_trials_and_the_report_tells_them(
     before = [p.detach().clone() for program in pair for p in program.module().parameters()]
     report = lnr.heal(*pair, text, **TRIED, run=tmp_path / "run").report
     student, control = report.rates["student"], report.rates["control"]
-    assert student["trials"] in (3, 4) and student["tokens"] == student["trials"] * 2 * 4 * 32
+    assert student["trials"] in (2, 3, 4) and student["tokens"] == student["trials"] * 2 * 4 * 32
     assert report.recipe["steps"] == 50 - 2 * student["trials"] and report.tokens == TRIED["tokens"]
     assert (report.recipe["lr"], report.recipe["control_lr"]) == (student["lr"], control["lr"])
     assert control["gain_lr"] == 1
@@ -222,7 +223,7 @@ def test_trials_leave_the_run_as_if_the_rate_had_been_given(
 ) -> None:
     """Also one whose loss was not finite, and that ended with gradients."""
     if diverges:
-        monkeypatch.setattr(rates, "lowest", lambda loss_at, start: start if math.isinf(loss_at(1e15)) else 0.0)
+        monkeypatch.setattr(rates, "cautious", lambda loss_at, start, _: start if math.isinf(loss_at(1e15)) else 0.0)
     found = lnr.heal(*pair, text, **TRIED, control=False)
     given = {key: found.report.recipe[key] for key in ("steps", "lr", "gain_lr")}
     again = lnr.heal(*pair, text, **TRIED | given | {"tokens": None}, control=False)
@@ -231,7 +232,7 @@ def test_trials_leave_the_run_as_if_the_rate_had_been_given(
     assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
-AT = [(f"{phase} rates", step) for phase in ("global", "control") for step in (1, 2, 3, 0)] + [("global", 4)]
+AT = [(f"{phase} rates", step) for phase in ("global", "control") for step in (1, 2, 0)] + [("global", 4)]
 
 
 @pytest.mark.parametrize(("phase", "step"), rows(AT, sample=[("global rates", 2), ("control rates", 0)]))

@@ -51,9 +51,9 @@ DATA = ".txt .jsonl .parquet .npy .bin .npz .pt .safetensors or pkg.module:itera
 @click.option("--tokenizer", metavar="FOLDER", help="Reads the text; default: that of TEACHER's folder.")
 @click.option("--field", default="text", show_default=True, help="What holds the text in .jsonl and .parquet.")
 @click.option("--length", type=click.IntRange(2, 2**20), help="Tokens of a window cut from a text.")
-@click.option("--lr", type=float, help="Peak learning rate; default the best of short trials.")
+@click.option("--lr", type=float, help="Peak learning rate; default the usual one, unless short trials lower it.")
 @click.option("--gain-lr", type=float, help="Gains and biases learn so many times faster; default by their size.")
-@click.option("--control-lr", type=float, help="The control's peak learning rate; default the best of short trials.")
+@click.option("--control-lr", type=float, help="The control's peak learning rate; default as for --lr.")
 @click.option(
     "--weight-decay", default=0.1, show_default=True, help="Weight decay of matrices; norms are never decayed."
 )

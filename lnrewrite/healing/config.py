@@ -41,8 +41,8 @@ class HealingConfig:
     all rows holds random tokens, and there the student only copies the teacher, so that what the data lack does not
     drift (`Rehearsed`); a model that reads no tokens has none. lr: the peak learning rate of AdamW, after `warmup`
     steps, then a cosine down to a fiftieth; a matrix that the conversion scaled learns at its rate times that scale, in
-    proportion to its size as before; None takes the usual one, or where the tokens allow it the best of several that
-    are tried (`RateTest`). gain_lr: the student's gains and biases learn so many times faster (moved norms have to find
+    proportion to its size as before; None takes the usual one, which short trials may lower where the tokens allow
+    any (`RateTest`). gain_lr: the student's gains and biases learn so many times faster (moved norms have to find
     new sizes); None makes their rate `GAIN_RATE`. control_lr: the rate of the control; None as for lr.
     weight_decay: of matrices; gains and biases never decay (it harms output-norm gains: arXiv 2605.26895).
     max_grad_norm: longer gradients are scaled down to it. bf16: run under autocast and,

@@ -219,13 +219,13 @@ class Healing:
         return found
 
     def tried(self, phase: Phase) -> Rates:
-        """Return a phase's own rates where they were asked for, or tokens are too few for trials, else the best."""
+        """Return a phase's rates: what was asked for, or is usual; trials may lower that where tokens allow any."""
         asked = self.config.lr if phase.teacher else self.config.control_lr
         if asked or not self.budget.trial:
             return Rates(phase.lr, phase.gain_lr)
         follow = not phase.teacher or self.config.gain_lr is not None
-        source = self.rehearsed(phase)
-        return RateTest(source, self.held, self.budget.trial, self.snapshots, self.world).choose(phase, follow)
+        source, gap = self.rehearsed(phase), self.gap if phase.teacher else 0.0
+        return RateTest(source, self.held, self.budget.trial, self.snapshots, self.world).choose(phase, follow, gap)
 
     def train(self, phase: Phase, steps: int) -> None:
         """Run a phase for so many steps."""
