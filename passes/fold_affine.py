@@ -43,7 +43,7 @@ class FoldAffine(Pass):
         W (gamma * u + beta) + c  =  (W diag(gamma)) u + (c + W beta)
 
     which holds over the reals whatever the norm is, eps included. In norms fold, and inner norms whose consumers are
-    all linear (Sub-LN), those on no stream too; `final` folds the final norm into the head. Before::
+    all linear (Sub-LN), on no stream too where they can; `final` folds the final norm into the head. Before::
 
         stream toy width=8
           block h.0 attention pre
@@ -77,12 +77,14 @@ class FoldAffine(Pass):
         refusals: list[Refusal] = []
         skipped = [(b.name, "the block holds no norm") for b in stream.blocks if not b.sites]
         folded: set[Site] = set()
-        vectors = Vectors()
+        vectors, beside = Vectors(), stream == context.network.rest
         for place in stream.located():
             name, _, site = place
             if why := self._not_addressed(site):
                 skipped.append((name, why))
-            elif blocked := next(_blocked(name, site), None):
+            elif (blocked := next(_blocked(name, site), None)) and beside:
+                skipped.append((name, f"it is on no stream, and {blocked.why}"))
+            elif blocked:
                 refusals.append(blocked)
             else:  # parallel blocks may hold one norm: its readers are folded with the first, its affine goes from each
                 try:

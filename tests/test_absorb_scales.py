@@ -48,6 +48,23 @@ def test_every_factor_goes_and_the_outputs_stay(alpha: float, trunk: float) -> N
     assert (wanted - found).abs().max() <= 1e-12 * wanted.abs().max()
 
 
+def test_factors_ahead_of_what_reads_the_stream_bare_go_into_it() -> None:
+    class Ahead(Scaled):
+        def branch(self, i: int, x: Tensor) -> Tensor:
+            return self.down[i](torch.tanh(self.up[i](self.layer_scale[i] * (self.gate * x))))
+
+    torch.manual_seed(0)
+    model, x = randomise(Ahead(1.5, 0.3), 0).double().eval(), torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    program = lnr.capture(model, (x,))
+    assert [len(b.scaled("read")) for b in program.network.streams[0].blocks] == [2] * 4
+    wanted = model(x)
+    for text in ("rotate-stream", "layernorm-to-rmsnorm", "rescale-stream{by=0.5}", "absorb-scales"):
+        found = lnr.Pipeline.parse(text).run(program, partial=True).program
+        assert (wanted - found.module()(x)).abs().max() <= 1e-12 * wanted.abs().max()
+    (stream,) = found.network.streams
+    assert [(b.scale, b.scales, b.barriers) for b in stream.blocks] == [(1.0, (), ())] * 4
+
+
 def test_a_stream_that_would_shrink_away_keeps_its_factors() -> None:
     model, x = Scaled(trunk=0.01).eval(), torch.randn(2, 5, WIDTH)
     result = lnr.Pipeline.parse("absorb-scales").run(lnr.capture(model, (x,)), partial=True)

@@ -110,6 +110,16 @@ def test_nothing_made_of_it_is_wrong(name: str, text: str) -> None:
     assert not noted(program) or [n for n in result.report.notes if "LN205" in n]
 
 
+@pytest.mark.parametrize("name", rows(("PowerNorm", "RepBN", "SimpleRMSNorm"), sample=("PowerNorm",)))
+def test_what_is_said_to_run_first_lets_a_norm_move(name: str) -> None:
+    program, _ = captured(name)
+    with zoo.float64():
+        told = {r.remedy for r in Pipeline.parse(PLACES[4]).run(program, partial=True).report.refusals}
+        (first,) = {remedy.removeprefix("run ").removesuffix(" first") for remedy in told}
+        report = Pipeline.parse(f"{first},{PLACES[4]}").run(program).report
+    assert report.placement_after == "none"
+
+
 THERE = [("crmsnorm-to-rmsnorm", "rms"), ("crmsnorm-to-rmsnorm{back=true}", "crms")]
 
 
