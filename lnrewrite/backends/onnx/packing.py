@@ -80,7 +80,7 @@ def _biases(graph: ir.Graph, node: ir.Node) -> None:
     if len(given) < 3 or not known or any(node.inputs[3:4]):
         return
     node.resize_inputs(max(len(node.inputs), 4))
-    widths = [int(str((value.shape or ())[-1])) for value in given]
+    widths = [int(str(list(value.shape or ())[-1])) for value in given]
 
     def values(held: Sequence[np.ndarray]) -> np.ndarray:
         left = iter(held)
