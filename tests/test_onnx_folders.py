@@ -10,8 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
+import torch
 import transformers
 
 import lnrewrite as lnr
@@ -122,6 +125,44 @@ def test_parts(tmp_path: Path) -> None:
     assert sum("Skip" in row["form"] for row in told["norms"]) == len(told["norms"]) - 3  # each part's first has no add
 
 
+def in_two(served: Path, folder: Path) -> Path:
+    """Write a decoder in two files, as older versions of optimum do: for the first call, and for those with a cache."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(served / name, folder / name)
+    model = ir.external_data.load_to_model(read(served / "model.onnx", "model"))
+    ir.save(model, folder / "decoder_with_past_model.onnx")
+    ids, empty = model.graph.inputs[0], np.array([0], np.int64)
+    batch = ir.node("Shape", [ids], {"start": 0, "end": 1})
+    made = [batch]
+    for value in [v for v in model.graph.inputs if (v.name or "").startswith("past_key_values.")]:
+        heads, size = (np.array([value.shape[axis]], np.int64) for axis in (1, 3))  # type: ignore[index]
+        pieces = [ir.node("Constant", [], {"value": ir.tensor(piece)}) for piece in (heads, empty, size)]
+        shape = ir.node("Concat", [batch.outputs[0], *(piece.outputs[0] for piece in pieces)], {"axis": 0})
+        zeros = ir.node("ConstantOfShape", [shape.outputs[0]])
+        value.replace_all_uses_with(zeros.outputs[0])
+        model.graph.inputs.remove(value)
+        made += [*pieces, shape, zeros]
+    model.graph.insert_before(model.graph[0], made)
+    ir.save(model, folder / "decoder_model.onnx")
+    return folder
+
+
+def test_optimum(checkpoint: Path, served: Path, tmp_path: Path) -> None:
+    """A decoder in two files generates as that in one; both are folded and exported; a config.json is carried along."""
+    both = in_two(served, tmp_path / "two")
+    shutil.copyfile(checkpoint / "config.json", both / "config.json")
+    wanted = tokens(served)
+    assert tokens(both) == wanted
+    ok("opt", both, "--passes", FOLD, "-o", folded := tmp_path / "folded")
+    ok("export", folded, "--target", "cpu", "-o", folder := tmp_path / "exported")
+    assert tokens(folded) == tokens(folder) == wanted
+    assert (folder / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
+    assert "look at data" in fails("LN034", 1, "convert", both, "--to", "peri", "-o", tmp_path / "peri")["why"]
+    (both / "decoder_with_past_model.onnx").unlink()
+    assert "no decoder_with_past_model" in fails("LN013", 1, "generate", both, PROMPT)["why"]
+
+
 def test_folders_that_are_not_read(served: Path, tmp_path: Path) -> None:
     """Files that lead out of the folder, or are no ONNX, are refused before anything is opened."""
     folder = shutil.copytree(served, tmp_path / "served")
@@ -138,6 +179,7 @@ def test_genai_builder(checkpoint: Path, tmp_path: Path, precision: str) -> None
     pytest.importorskip("onnxruntime_genai.models.builder")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}  # 96 is not
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=128, tie_word_embeddings=False)
+    torch.manual_seed(0)  # of embeddings and weights, which otherwise are others at each run
     randomise(model := transformers.LlamaForCausalLM(config), 0)  # the vocabulary, which the builder mistakes it for
     shutil.copytree(checkpoint, original := tmp_path / "llama")
     model.save_pretrained(original)

@@ -60,7 +60,7 @@ def generate(
     """
     if engine not in ENGINES:
         unknown(Code.LN003, "engine", engine, ENGINES)
-    there, names = any((folder / name).is_file() for name in (MODEL, f"{ENCODER}.onnx")), tokenizer_in(folder, False)
+    there, names = any((folder / name).is_file() for name in (MODEL, f"{FIRST}.onnx")), tokenizer_in(folder, False)
     if not there or names is None:
         lacks = "no tokenizer" if there else f"no {MODEL}"
         remedy = "write the folder with `lnrewrite export CHECKPOINT -o FOLDER`"
@@ -165,7 +165,14 @@ def _by_session(folder: Path, ids: list[int], most: int, threads: int | None) ->
         only = _Session(folder / MODEL, threads)
         yield from _tokens(only, only, ids, only.empty(_head_size(folder)), {}, most)
         return
-    encoder, first, later = (_Session(folder / f"{name}.onnx", threads) for name in (ENCODER, FIRST, LATER))
+    if not (folder / f"{LATER}.onnx").is_file():
+        why, remedy = f"it holds a {FIRST}.onnx and no {LATER}.onnx", "export it with its cache"
+        raise LnrewriteError(Code.LN013, f"folder {str(folder)!r}", why, remedy)
+    first, later = (_Session(folder / f"{name}.onnx", threads) for name in (FIRST, LATER))
+    if not (folder / f"{ENCODER}.onnx").is_file():  # a decoder alone in two files, as optimum wrote it
+        yield from _tokens(first, later, ids, {}, {}, most)
+        return
+    encoder = _Session(folder / f"{ENCODER}.onnx", threads)
     if "input_ids" not in encoder.takes:
         taken = ", ".join(encoder.takes)
         remedy = f"give its parts to optimum, or to ONNX Runtime, with {taken}"
