@@ -70,9 +70,7 @@ def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
     assert found.tokens > 64 * 3
     assert all(d.gap < TOLERANCE[dtype] / 10 for d in found.divergences), found
     made = counts(path)
-    wanted = KERNELS[
-        (target, dtype) == ("cuda", "fp32")
-    ]  # the kernel for heads that share a cache has no float32 there
+    wanted = KERNELS[(target, dtype) == ("cuda", "fp32")]  # the first has no float32 there
     assert made[wanted] == (0 if name in APART and wanted == KERNELS[1] else 2)
     norms = sum(count for op, count in made.items() if op.removeprefix("Skip") in NORMS)
     assert norms == len(held.detection.norms) == len(report.norms)
