@@ -91,7 +91,7 @@ def onnx_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = Program.to_onnx
 
-    def to_onnx(self: Program, opset: int | None = None, *, contrib: bool = False) -> Any:
+    def to_onnx(self: Program, opset: int | None = None, *, kernels: Any = ()) -> Any:
         made = CONVERTED.setdefault(self, {})
         if opset not in made:
             made[opset] = real(self, opset)
