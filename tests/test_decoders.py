@@ -33,7 +33,8 @@ from tiers import rows
 from zoo.norms import randomise
 
 FAMILIES = (
-    "llama", "qwen3", "gemma2", "gemma3_text", "olmo2", "glm4", "phi3", "mixtral", "gpt2", "opt", "gpt_neox", "falcon"
+    "llama", "qwen3", "gemma2", "gemma3_text", "olmo2", "glm4", "phi3", "mixtral", "qwen3_moe", "gpt2", "opt",
+    "gpt_neox", "falcon",
 )  # fmt: skip
 FORMS = [(name, target, dtype) for name in FAMILIES for target in ("cpu", "cuda") for dtype in ("fp32", "fp16")]
 SAMPLE = [("qwen3", "cpu", "fp32"), ("gpt_neox", "cpu", "fp32"), ("gemma2", "cuda", "fp16")]
@@ -47,10 +48,7 @@ def counts(path: Path) -> Counter[str]:
 
 
 def model_of(name: str) -> Any:
-    model = zoo.build(name, head=True)[0]
-    if name == "mixtral":
-        model.set_experts_implementation("batched_mm")
-    return model
+    return zoo.build(name, head=True)[0]
 
 
 def dims(values: Any) -> dict[str, list[int | str]]:
@@ -72,6 +70,7 @@ def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
     made = counts(path)
     wanted = KERNELS[(target, dtype) == ("cuda", "fp32")]  # the first has no float32 there
     assert made[wanted] == (0 if name in APART and wanted == KERNELS[1] else 2)
+    assert made["MoE"] == (2 if name in ("mixtral", "qwen3_moe") else 0)
     norms = sum(count for op, count in made.items() if op.removeprefix("Skip") in NORMS)
     assert norms == len(held.detection.norms) == len(report.norms)
     graph = onnx.load(path).graph
@@ -84,7 +83,8 @@ def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
 
 
 ADDS = {
-    "gpt2": 10, "llama": 11, "phi3": 11, "gemma2": 12, "glm4": 14, "olmo2": 17, "qwen3": 19, "gemma3_text": 20,
+    "gpt2": 10, "mixtral": 10, "llama": 11, "phi3": 11, "gemma2": 12, "glm4": 14, "olmo2": 17, "qwen3": 19,
+    "gemma3_text": 20,
 }  # fmt: skip
 """The nodes that a layer adds for cuda in half precision, norms of heads and their reshapes among them."""
 

@@ -27,6 +27,8 @@ class LinearEdge:
 
 def moved(graph: OpGraph, op: Op, axis: int, back: bool = False) -> int | None:
     """Return where a shape op moves a (negative) axis of its input; `back`: where an axis of its output comes from."""
+    if not op.data:  # a number that is spread
+        return None
     source, target = graph[op.data[0]].shape or (), op.shape or ()
     if not source or not target:  # of unknown rank
         return None
@@ -265,6 +267,8 @@ def _rows(graph: OpGraph, op: Op, axis: int) -> Linear | None:
 
 def _backward(graph: OpGraph, op: Op, axis: int, width: int) -> Iterator[tuple[str, int, bool]]:
     """Yield (operand, axis, whether a shift passes) for the operands that any linear map of `axis` passes on to."""
+    if not op.data:
+        return
     if op.kind in PASS:
         yield op.data[0], axis, True
     elif op.kind in SHAPE or op.kind == "gather":

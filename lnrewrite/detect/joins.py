@@ -100,7 +100,7 @@ def carried_on(graph: OpGraph, term: str) -> Iterator[str]:
     yield term
     while True:
         op = graph[term]
-        if op.kind in SHAPE | CASTS | {"dropout"}:
+        if op.kind in SHAPE | CASTS | {"dropout"} and op.data:
             term = op.data[0]
         elif op.kind in {"mul", "div", "add", "sub"} and (step := scaled(graph, term) or _centered(graph, term)):
             term = step
@@ -183,7 +183,7 @@ def carries_features(graph: OpGraph, name: str) -> bool:
 
 def _is_outer(graph: OpGraph, root: str, end: str) -> bool:
     """Return whether a value is an outer product of two values of the branch: hyper-connections write that way."""
-    while graph[end].kind in SHAPE | CASTS:
+    while graph[end].kind in SHAPE | CASTS and graph[end].data:
         end = graph[end].data[0]
     factors = [n for n in graph[end].data if n not in graph.constant and graph.reaches(root, n)]
     if graph[end].kind != "mul" or len(factors) != 2:

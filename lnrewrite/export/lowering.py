@@ -19,7 +19,7 @@ from ..backends.onnx.lift import dtype as type_of
 from ..backends.onnx.norms import CONTRIB, LAYER, PLAIN, RMS, SKIP, STANDARD_RMS, NormNode, constant, resemble, site
 from ..backends.onnx.ops import RESHAPE
 from ..pipeline.report import Form
-from .targets import DECOMPOSED, Target
+from .targets import DECOMPOSED, Target, release
 
 
 def split(model: ir.Model) -> int:
@@ -93,8 +93,7 @@ def lower(model: ir.Model, target: Target, ort: str) -> list[Form]:
 
     ort: the version of ONNX Runtime that the model is made for, such as "1.31.1".
     """
-    major, minor = ort.split(".")[:2]
-    lowering = _Lowering(model, target, (int(major), int(minor)))
+    lowering = _Lowering(model, target, release(ort))
     rows = [lowering.one(node, norm) for node in list(model.graph) if (norm := NormNode.read(node)) and norm.semantic]
     TopologicalSortPass()(model)
     RemoveUnusedNodesPass()(model)

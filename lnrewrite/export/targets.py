@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ..backends.onnx.norms import GROUPED, HEADED, LAYER, RMS, SKIP
+from ..backends.onnx.norms import EXPERTS, GROUPED, HEADED, LAYER, RMS, SKIP
 
 DECOMPOSED = "decomposed"
 
 MEASURED = "measured on one CPU core with ORT 1.31: python examples/measure_forms.py"
 OLDER = "measured on one CPU core with ORT 1.28"
-KERNELS = "read from the CUDA provider's kernels of ORT 1.31, not measured"
+READ = "read from the CUDA provider's kernels of ORT 1.31, not measured"
 
 
 NO_CUDA_KERNEL = frozenset({
@@ -27,11 +27,25 @@ NO_CUDA_KERNEL = frozenset({
 """Standard operators on numbers that have no function body and whose names ORT 1.31.1's CUDA provider does not hold."""
 
 
-ATTENTION = {
-    ("cpu", "fp32"): (GROUPED, HEADED), ("cpu", "fp16"): (GROUPED, HEADED), ("cpu", "bf16"): (GROUPED,),
-    ("cuda", "fp32"): (HEADED,), ("cuda", "fp16"): (GROUPED, HEADED), ("cuda", "bf16"): (GROUPED,),
+KERNELS = {
+    ("cpu", "fp32"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp32"): (HEADED, EXPERTS),
+    ("cpu", "fp16"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp16"): (GROUPED, HEADED, EXPERTS),
+    ("cpu", "bf16"): (GROUPED,), ("cuda", "bf16"): (GROUPED, EXPERTS),
 }  # fmt: skip
-"""The kernels of attention that ONNX Runtime has for a target and type."""
+"""The kernels of attention and of experts that ONNX Runtime has for a target and type."""
+SINCE = {EXPERTS: (1, 28)}
+"""The versions before which kernels compute something else: the factors of a gate were numbers of their own."""
+
+
+def release(ort: str) -> tuple[int, int]:
+    """Return the first two numbers of a version of ONNX Runtime, such as "1.31.1"."""
+    major, minor = ort.split(".")[:2]
+    return int(major), int(minor)
+
+
+def kernels(target: str, dtype: str, ort: str) -> tuple[str, ...]:
+    """Return the kernels that a version of ONNX Runtime has for a target and type."""
+    return tuple(name for name in KERNELS.get((target, dtype), ()) if SINCE.get(name, (0, 0)) <= release(ort))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +103,10 @@ TARGETS = {
             "cuda",
             True,
             (
-                Cost(SKIP[LAYER], 0.8, KERNELS, frozenset({"float16"}), _RANKS, since=(1, 27)),
-                Cost(SKIP[RMS], 0.8, KERNELS, frozenset({"float16"}), _RANKS, since=(1, 27)),
-                Cost(SKIP[LAYER], 0.8, KERNELS, frozenset({"float32", "bfloat16"}), _RANKS),
-                Cost(SKIP[RMS], 0.8, KERNELS, frozenset({"float32", "bfloat16"}), _RANKS),
+                Cost(SKIP[LAYER], 0.8, READ, frozenset({"float16"}), _RANKS, since=(1, 27)),
+                Cost(SKIP[RMS], 0.8, READ, frozenset({"float16"}), _RANKS, since=(1, 27)),
+                Cost(SKIP[LAYER], 0.8, READ, frozenset({"float32", "bfloat16"}), _RANKS),
+                Cost(SKIP[RMS], 0.8, READ, frozenset({"float32", "bfloat16"}), _RANKS),
             ),
         ),
     )

@@ -16,6 +16,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from .._version import __version__
 from ..backends.onnx.file import data_names, read, stamp, write
 from ..backends.onnx.lift import lift
+from ..backends.onnx.norms import EXPERTS
 from ..backends.onnx.raising import STANDARD, raise_norms
 from ..backends.onnx.session import runnable
 from ..backends.running import Runnable
@@ -36,7 +37,7 @@ from .fusions import FOR, fuse_groups
 from .lowering import lower, split
 from .precision import lower_precision
 from .quantizing import Quantized, check_quantizing, quantized
-from .targets import ATTENTION, DECOMPOSED, NO_CUDA_KERNEL, TARGETS
+from .targets import DECOMPOSED, NO_CUDA_KERNEL, TARGETS, kernels
 
 FILE = 2e-5
 """The largest error, relative to the largest output, that a file may show against the model in memory."""
@@ -78,7 +79,7 @@ def export(
     output = check_output(path, force)
     bound = TOLERANCE["fp16" if program.in_half and dtype == "fp32" else dtype]
     LOGGER.info("translating to ONNX")
-    model = program.to_onnx(opset, kernels=ATTENTION.get((target, dtype), ()) if optimize == "auto" else ())
+    model = program.to_onnx(opset, kernels=kernels(target, dtype, version("onnxruntime")) if optimize == "auto" else ())
     left, notes = raised(model, program.network), list(program.notes)
     if optimize == "auto":
         LOGGER.info("fusing the rest of the graph")
@@ -93,6 +94,8 @@ def export(
     if operators := ", ".join(sorted(function.name for function in model.functions.values())):
         stamp(model, operators=operators)
         notes.append(NEEDED if find() is None else f"it is proved with the kernels of {operators} that are built here")
+    if any(node.op_type == EXPERTS for node in model.graph):
+        notes.append(f"{EXPERTS} needs ONNX Runtime 1.28 or later: older ones compute other gates on CUDA")
     if target == "cuda" and (lacking := off_cuda(model)):
         notes.append(f"ONNX Runtime has no CUDA kernel for {lacking}: they run on the CPU, copies around them")
     stamp(model, version=__version__, target=target, dtype=dtype)

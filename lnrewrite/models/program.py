@@ -248,10 +248,13 @@ class Program(GraphModel[torch.Tensor]):
 
         Raises LnrewriteError LN501 where torch.onnx has no translation, LN503 for an opset that cannot be written.
         """
+        from ..backends.onnx.experts import mix_with
         from ..backends.onnx.export import OPSET, to_onnx
+        from ..backends.onnx.norms import EXPERTS
 
         c, found = self._capture, self.detection
-        return to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET)
+        prepare = mix_with if EXPERTS in kernels else None
+        return to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
 
     def export(self, path: str | os.PathLike[str], **how: Any) -> Report:
         """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.export.writer.export`."""

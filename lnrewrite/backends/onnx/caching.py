@@ -1,4 +1,4 @@
-"""Put ONNX Runtime's attention in the place of a captured part's, wherever it computes the same."""
+"""Put ONNX Runtime's kernels in the place of what a captured part computes, wherever they compute the same."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from ..torch.module import CapturedModule, register
+from .experts import mix_with
 from .heads import MASK, Attention, find, same
 from .kernel_calls import apart, attend, attend_heads, bias, flat, lengths, merged, padding, turned
+from .norms import EXPERTS
 from .rotation import Bench, Rotation
 
 aten = torch.ops.aten
@@ -19,15 +21,15 @@ COS, SIN = "cos_cache", "sin_cache"
 
 
 def attend_with(module: CapturedModule, kernels: Collection[str]) -> None:
-    """Write the attentions of a part without rotary embedding as the kernels compute them, in place."""
+    """Write the attentions of a part without rotary embedding, and experts, as the kernels compute them, in place."""
     writing = _Writing(module)
     for each in list(find(module.graph, kernels)):
         writing.one(each)
-    _tidy(module)
+    _finish(module, kernels)
 
 
 def group(module: CapturedModule, most: int, kernels: Collection[str]) -> bool:
-    """Write the attentions of a decoder as the kernels compute them, in place; return whether one computes all of them.
+    """Write a decoder's attentions and experts as the kernels compute them; return whether one has all the attentions.
 
     Then nothing but the kernel sees the cache's tensors, which may be longer than what they hold: how many tokens there
     were before is told by attention_mask.
@@ -44,7 +46,7 @@ def group(module: CapturedModule, most: int, kernels: Collection[str]) -> bool:
     writing = _Writing(module, ids, mask, bench.positions)
     for each in list(find(module.graph, kernels, bench, most)):
         writing.one(each)
-    _tidy(module)
+    _finish(module, kernels)
     cache = [node for name, node in placed.items() if name.startswith("past_")]
     users = {user for node in cache for user in node.users}
     sized = [user for user in users if user.target is aten.sym_size.int]
@@ -54,7 +56,9 @@ def group(module: CapturedModule, most: int, kernels: Collection[str]) -> bool:
     return whole
 
 
-def _tidy(module: CapturedModule) -> None:
+def _finish(module: CapturedModule, kernels: Collection[str]) -> None:
+    if EXPERTS in kernels:
+        mix_with(module)
     module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "get_attr", "output"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .norms import CONTRIB, GROUPED, HEADED
+from .norms import CONTRIB, EXPERTS, GROUPED, HEADED
 
 TURNING = f"{CONTRIB}::RotaryEmbedding"
 LEAST = -3e4
@@ -98,3 +98,20 @@ def attend_heads(
             dtypes=(q.dtype,) * count, shapes=(q.shape, present, present)[:count], version=1,
         )
     )  # fmt: skip
+
+
+def mixed(
+    x: Tensor, logits: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    k: int, normalized: bool, alpha: float, beta: float, limit: float,
+) -> Tensor:  # fmt: skip
+    """Represent the operator that sends each token of x [tokens, width] through k experts: see `experts`.
+
+    Its weights always sum to one: told otherwise, the kernel for CPUs gives zeros where a node makes x (1.31).
+    """
+    held: dict[str, int | float | str] = {"k": k, "normalize_routing_weights": 1}
+    held |= {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": alpha, "activation_beta": beta}
+    if limit < float("inf"):
+        held["swiglu_limit"] = limit
+    given = [x, logits, up, up_bias, down] if down_bias is None else [x, logits, up, up_bias, down, down_bias]
+    y = torch.onnx.ops.symbolic(f"{CONTRIB}::{EXPERTS}", given, {**held}, dtype=x.dtype, shape=x.shape, version=1)
+    return y if normalized else y * logits.softmax(-1).topk(k).values.sum(-1, keepdim=True)

@@ -24,6 +24,8 @@ CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
 GROUPED, HEADED = "GroupQueryAttention", "MultiHeadAttention"
 """Those of them that are attention."""
+EXPERTS = "MoE"
+"""That of them that is a mixture of experts."""
 LAYER, RMS, STANDARD_RMS = "LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"
 OPERATORS = {Kind.LAYER: LAYER, Kind.RMS: RMS}
 SKIP = {LAYER: "SkipLayerNormalization", RMS: "SkipSimplifiedLayerNormalization"}
