@@ -1,7 +1,7 @@
 """Say what memory a healing takes in each of many processes: measured here, or counted without the weights.
 
     python examples/heal_memory.py plan                       # 1B, 7B and 70B on 8 GPUs of 80 GB, by torch's tracker
-    python examples/heal_memory.py plan --only 70B --processes 32 --depths 8,16  # a lower bound, from two depths
+    python examples/heal_memory.py plan --only 70B --processes 32
     python examples/heal_memory.py measure --processes 1,2,4  # a folder of 0.3 G parameters, three steps, over gloo
 
 `plan` takes one step on fake tensors, as the first of so many processes whose others are not there, and counts every
@@ -85,10 +85,22 @@ class Both(nn.Module):
         return phase.total(phase.terms(batch, batch["input_ids"].numel()))
 
 
+def light() -> type[Any]:
+    """Return torch's tracker without the peak of each module, which it looks through at every operator."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    class Light(FSDPMemTracker):
+        def _update_peak_stats(self, peak_state: Any) -> None:
+            for device, now in self._curr_mem_snap.items():
+                if now["Total"] > self._peak_mem.get(device, 0):
+                    self._peak_mem[device], self._peak_mem_snap[device] = now["Total"], dict(now)
+
+    return Light
+
+
 def planned(shape: Shape, processes: int, rows: int, length: int) -> tuple[int, int, dict[str, int]]:
     """Return the parameters of a shape, the bytes at the peak of a step, and what they are of."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with torch.device("meta"):
@@ -121,7 +133,7 @@ def planned(shape: Shape, processes: int, rows: int, length: int) -> tuple[int, 
                 optimizer.zero_grad()
 
             step()  # it makes the moments; and shapes that DTensor tries whole are remembered, and not counted below
-            tracker = FSDPMemTracker(both, optimizer)
+            tracker = light()(both, optimizer)
             tracker.track_inputs((batch["input_ids"],))
             with tracker:
                 step()
@@ -130,17 +142,6 @@ def planned(shape: Shape, processes: int, rows: int, length: int) -> tuple[int, 
         torch.distributed.destroy_process_group()
     parts = {str(getattr(kind, "value", kind)): size for kind, size in found.items() if size}
     return sum(p.numel() for p in model.parameters()), parts.pop("Total"), parts
-
-
-def continued(shape: Shape, depths: list[int], *how: int) -> tuple[int, int, dict[str, int]]:
-    """Return the parameters, and how many bytes the peak has at least, from those of two depths in a straight line.
-
-    A peak is the largest of several moments, each of which grows evenly with the depth: it lies above such a line.
-    """
-    one, two = depths
-    few, more = (planned((depth, *shape[1:]), *how)[:2] for depth in depths)
-    count, peak = (low + (high - low) * (shape[0] - one) // (two - one) for low, high in zip(few, more, strict=True))
-    return count, peak, {}
 
 
 @click.group(context_settings={"show_default": True})
@@ -154,19 +155,16 @@ def main() -> None:
 @click.option("--rows", default=1, help="Rows of a micro-batch in each process.")
 @click.option("--length", default=2048, help="Tokens of a row.")
 @click.option("--memory", default=80, help="GB of a GPU.")
-@click.option("--depths", help="Count at these two depths alone, as 8,16, and continue the line: at least so much.")
-def plan(only: tuple[str, ...], processes: int, rows: int, length: int, memory: int, depths: str | None) -> None:
+def plan(only: tuple[str, ...], processes: int, rows: int, length: int, memory: int) -> None:
     """Count the bytes of a step with --bf16 and --gradient-checkpointing, without the weights."""
     torch.set_num_threads(1)
     click.echo(f"{processes} processes, {rows} x {length} tokens in each; GB of 10^9 bytes")
     click.echo(f"{'':4} {'parameters':>12} {'states':>8} {'peak':>8}  of {memory} GB")
     for name in only or SHAPES:
         began = time.perf_counter()
-        how = processes, rows, length
-        shape, some = SHAPES[name], [int(depth) for depth in (depths or "").split(",") if depth]
-        count, peak, parts = continued(shape, some, *how) if some else planned(shape, *how)
+        count, peak, parts = planned(SHAPES[name], processes, rows, length)
         states = sum(STATES.values()) * count / processes
-        verdict = "does not fit" if peak > memory * 1e9 else "at least so much" if some else "fits"
+        verdict = "does not fit" if peak > memory * 1e9 else "fits"
         click.echo(f"{name:4} {count:12,} {states / 1e9:8.2f} {peak / 1e9:8.2f}  {verdict}")
         told = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in sorted(parts.items(), key=lambda x: -x[1]))
         click.echo(f"     {told} ({time.perf_counter() - began:.0f} s)")
