@@ -43,6 +43,11 @@ def release(ort: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def first(kernel: str) -> str:
+    """Return the first version of ONNX Runtime that has a kernel as it is meant here, as a word."""
+    return ".".join(map(str, SINCE[kernel]))
+
+
 def kernels(target: str, dtype: str, ort: str) -> tuple[str, ...]:
     """Return the kernels that a version of ONNX Runtime has for a target and type."""
     return tuple(name for name in KERNELS.get((target, dtype), ()) if SINCE.get(name, (0, 0)) <= release(ort))

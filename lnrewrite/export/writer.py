@@ -37,7 +37,7 @@ from .fusions import FOR, fuse_groups
 from .lowering import lower, split
 from .precision import lower_precision
 from .quantizing import Quantized, check_quantizing, quantized
-from .targets import DECOMPOSED, NO_CUDA_KERNEL, TARGETS, kernels
+from .targets import DECOMPOSED, NO_CUDA_KERNEL, TARGETS, first, kernels
 
 FILE = 2e-5
 """The largest error, relative to the largest output, that a file may show against the model in memory."""
@@ -95,7 +95,7 @@ def export(
         stamp(model, operators=operators)
         notes.append(NEEDED if find() is None else f"it is proved with the kernels of {operators} that are built here")
     if any(node.op_type == EXPERTS for node in model.graph):
-        notes.append(f"{EXPERTS} needs ONNX Runtime 1.28 or later: older ones compute other gates on CUDA")
+        notes.append(f"{EXPERTS} needs ONNX Runtime {first(EXPERTS)} or later: older ones compute other gates on CUDA")
     if target == "cuda" and (lacking := off_cuda(model)):
         notes.append(f"ONNX Runtime has no CUDA kernel for {lacking}: they run on the CPU, copies around them")
     stamp(model, version=__version__, target=target, dtype=dtype)

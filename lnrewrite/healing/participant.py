@@ -187,9 +187,8 @@ class Participant:
 
 def sizes_of(held: Mapping[str, Tensor], world: World) -> dict[str, float]:
     """Return the norm of each of some parameters, which may be sharded."""
-    parts = [local(p).detach() for p in held.values()]
-    high = [torch.promote_types(p.dtype, torch.float32) for p in parts]
-    squares = [torch.linalg.vector_norm(p, dtype=d).double().square() for p, d in zip(parts, high, strict=True)]
+    parts = [(local(p).detach(), torch.promote_types(p.dtype, torch.float32)) for p in held.values()]
+    squares = [torch.linalg.vector_norm(p, dtype=high).square() for p, high in parts]
     total = world.sum(torch.stack(squares)).sqrt().tolist() if squares else []
     return dict(zip(held, total, strict=True))
 

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -250,10 +250,9 @@ class Program(GraphModel[torch.Tensor]):
         """
         from ..backends.onnx.experts import mix_with
         from ..backends.onnx.export import OPSET, to_onnx
-        from ..backends.onnx.norms import EXPERTS
 
         c, found = self._capture, self.detection
-        prepare = mix_with if EXPERTS in kernels else None
+        prepare = partial(mix_with, kernels=kernels)
         return to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
 
     def export(self, path: str | os.PathLike[str], **how: Any) -> Report:

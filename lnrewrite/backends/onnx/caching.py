@@ -12,7 +12,6 @@ from ..torch.module import CapturedModule, register
 from .experts import mix_with
 from .heads import MASK, Attention, find, same
 from .kernel_calls import apart, attend, attend_heads, bias, flat, lengths, merged, padding, turned
-from .norms import EXPERTS
 from .rotation import Bench, Rotation
 
 aten = torch.ops.aten
@@ -57,8 +56,7 @@ def group(module: CapturedModule, most: int, kernels: Collection[str]) -> bool:
 
 
 def _finish(module: CapturedModule, kernels: Collection[str]) -> None:
-    if EXPERTS in kernels:
-        mix_with(module)
+    mix_with(module, kernels)
     module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "get_attr", "output"))
 
 

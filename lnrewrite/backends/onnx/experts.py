@@ -11,7 +11,7 @@ kernels for CPUs and for CUDA have that form in common, from ONNX Runtime 1.28 o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import operator_name
-from ..torch.evaluating import Evaluator
+from ..torch.evaluating import Evaluator, on_data, unwound
 from ..torch.module import CapturedModule, register, stored
 from .kernel_calls import mixed
+from .norms import EXPERTS
 
 aten = torch.ops.aten
 SOFT = {"softmax", "_softmax"}
@@ -68,9 +69,9 @@ class Experts:
         return y
 
 
-def mix_with(module: CapturedModule) -> None:
-    """Write the mixtures of experts of a part as the operator computes them, in place."""
-    for number, found in enumerate(list(find(module))):
+def mix_with(module: CapturedModule, kernels: Collection[str]) -> None:
+    """Write the mixtures of experts of a part as the operator computes them, in place, if it is among the kernels."""
+    for number, found in enumerate(list(find(module)) if EXPERTS in kernels else []):
         held: list[fx.Node | None] = []
         with module.graph.inserting_before(found.node):
             for name, tensor in zip(("up", "down", "up_bias", "down_bias"), found.tensors, strict=True):
@@ -86,11 +87,7 @@ def mix_with(module: CapturedModule) -> None:
 
 def find(module: CapturedModule) -> Iterator[Experts]:
     """Yield the mixtures that the operator computes."""
-    data = set[fx.Node]()
-    for node in module.graph.nodes:
-        given = node.op == "placeholder" or not data.isdisjoint(node.all_input_nodes)
-        if given and isinstance(node.meta.get("val"), Tensor | tuple | list):
-            data.add(node)
+    data = on_data(module.graph)
     for node in module.graph.find_nodes(op="call_function", target=aten.topk.default):
         try:
             found = _mixture(module, node, data)
@@ -143,9 +140,10 @@ def _held(module: CapturedModule, found: Experts) -> Experts | None:
 def _evaluator(module: CapturedModule) -> Evaluator:
     """Return what runs pieces of a part on a few tokens; its own inputs are nothing."""
     placed = module.graph.find_nodes(op="placeholder")
-    sizes = dict(zip(dict.fromkeys(d for n in placed for d in _shape(n)), cycle(SIZES), strict=False))
-    inputs = {n.name: torch.zeros([sizes[d] if d.isidentifier() else int(d) for d in _shape(n)]) for n in placed}
-    return Evaluator(module, inputs, lambda name: module.state_dict()[name])
+    free = dict.fromkeys(d for n in placed for d in _shape(n) if not d.isdigit())
+    sizes = dict(zip(free, cycle(SIZES), strict=False))
+    inputs = {n.name: torch.zeros([int(d) if d.isdigit() else sizes[d] for d in _shape(n)]) for n in placed}
+    return Evaluator(module, inputs, module.state_dict().__getitem__)
 
 
 def _trial(run: Evaluator, found: Experts, size: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,14 +176,9 @@ def _ends(module: CapturedModule, choice: fx.Node, tokens: str) -> Iterator[tupl
 
 def _read(region: set[fx.Node], choice: fx.Node, end: fx.Node, data: set[fx.Node]) -> fx.Node | None:
     """Return the one value, of the shape of what a region ends in, that it reads beside the choice of experts."""
-    order = {node: i for i, node in enumerate(end.graph.nodes)}
-    open_ = ({n for inner in region - {choice} for n in inner.all_input_nodes} & data) - region
-    while open_:
-        last = max(open_, key=order.__getitem__)
-        if len(open_) == 1 and _shape(last) == _shape(end):
-            return last
-        open_ = (open_ - {last}) | (data & {*last.all_input_nodes})
-    return None
+    given = ({n for inner in region - {choice} for n in inner.all_input_nodes} & data) - region
+    steps = unwound(end.graph, given, data)
+    return next((last for last, alone in steps if alone and _shape(last) == _shape(end)), None)
 
 
 def _forms(found: Experts, cuts: set[float]) -> Iterator[Experts]:
@@ -197,12 +190,10 @@ def _forms(found: Experts, cuts: set[float]) -> Iterator[Experts]:
         if up.shape[2] != width or down.shape[1] != width or up.shape[1] != 2 * down.shape[2]:
             continue
         for turn in (lambda t: t, _in_turns, lambda t: _in_turns(t.roll(t.shape[1] // 2, 1))):
-            bias = None if first is None else turn(first)
-            for normalized, (alpha, beta), limit in product(
-                (True, False), (SWISH, GELU_LIKE), (float("inf"), *sorted(cuts))
-            ):
-                numbers = {"normalized": normalized, "alpha": alpha, "beta": beta, "limit": limit}
-                yield replace(found, tensors=(turn(up), down, bias, second), **numbers)  # type: ignore[arg-type]
+            turned = replace(found, tensors=(turn(up), down, None if first is None else turn(first), second))
+            limits = (float("inf"), *sorted(cuts))
+            for normalized, (alpha, beta), limit in product((True, False), (SWISH, GELU_LIKE), limits):
+                yield replace(turned, normalized=normalized, alpha=alpha, beta=beta, limit=limit)
 
 
 def _in_turns(t: Tensor) -> Tensor:

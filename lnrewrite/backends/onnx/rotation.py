@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import OpOverload, operator_name
+from ..torch.evaluating import on_data, unwound
 
 CHUNK = 512
 """How many positions are rotated at once."""
@@ -85,20 +86,10 @@ class Bench:
         assert isinstance(found, Tensor)
         return found
 
-    def data(self, node: fx.Node) -> bool:
-        """Return whether a node depends on what the tokens are, not on where they stand alone."""
-        return node in self._data
-
     @cached_property
-    def _data(self) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        for node in self.module.graph.nodes:
-            value = node.meta.get("val")
-            mine = node.op == "placeholder" and node is not self.positions
-            sized = not isinstance(value, Tensor) and not isinstance(value, (tuple, list))
-            if not sized and (mine or any(n in found for n in node.all_input_nodes)):
-                found.add(node)
-        return found
+    def data(self) -> set[fx.Node]:
+        """Return the nodes that depend on what the tokens are, not on where they stand alone."""
+        return on_data(self.module.graph, [self.positions] if self.positions else [])
 
 
 def rotation(bench: Bench, end: fx.Node, most: int) -> Rotation | None:
@@ -115,19 +106,13 @@ def rotation(bench: Bench, end: fx.Node, most: int) -> Rotation | None:
 
 def _starts(bench: Bench, end: fx.Node) -> list[fx.Node]:
     """Return the nodes that alone, with positions, `end` is computed from, the nearest first, up to a linear map."""
-    order = {node: i for i, node in enumerate(bench.module.graph.nodes)}
-    found, open_ = list[fx.Node](), {end}
-    while len(found) < 8:
-        last = max(open_, key=order.__getitem__)
-        if not _elementary(last):
+    found = list[fx.Node]()
+    for last, alone in unwound(bench.module.graph, {end}, bench.data):
+        value = last.meta["val"]
+        if alone and last is not end and isinstance(value, Tensor) and value.dim() == 4:
+            found.append(last)
+        if len(found) == 8 or not _elementary(last):
             break
-        open_ = (open_ - {last}) | {n for n in last.all_input_nodes if bench.data(n)}
-        if not open_:
-            break
-        only = next(iter(open_))
-        value = only.meta["val"]
-        if len(open_) == 1 and isinstance(value, Tensor) and value.dim() == 4:
-            found.append(only)
     return found
 
 

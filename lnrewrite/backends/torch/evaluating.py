@@ -15,6 +15,26 @@ from .module import CapturedModule
 from .widened import Read, in_float64, widest
 
 
+def on_data(graph: fx.Graph, apart: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Return the tensors, and groups of them, that are computed from what a graph is given, but for some inputs."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        given = node.op == "placeholder" and node not in apart or not found.isdisjoint(node.all_input_nodes)
+        if given and isinstance(node.meta.get("val"), Tensor | tuple | list):
+            found.add(node)
+    return found
+
+
+def unwound(graph: fx.Graph, ends: Collection[fx.Node], data: Collection[fx.Node]) -> Iterator[tuple[fx.Node, bool]]:
+    """Yield what some nodes are computed from, of data, the last first, and whether all comes from it alone."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    open_ = set(ends)
+    while open_:
+        last = max(open_, key=order.__getitem__)
+        yield last, len(open_) == 1
+        open_ = (open_ - {last}) | {n for n in last.all_input_nodes if n in data}
+
+
 class Evaluator:
     """Compute values of a captured graph in float64, each from those that are held.
 
