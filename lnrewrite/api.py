@@ -24,7 +24,7 @@ from .data.inputs import Inputs
 from .errors import Code, LnrewriteError, UsageError, told
 from .files.output import SUFFIXES, check_output, output_named
 from .loading.identify import damaged, identify
-from .loading.open import Opened, open_module
+from .loading.open import Opened, open_module, tokenizer_of
 from .loading.source import Factory, Format, OpenOptions, Source
 from .models.program import Program, capture, check_finite, need_onnx
 from .pipeline.driver import Pipeline
@@ -67,7 +67,7 @@ def load_source(source: Source) -> Program | OnnxProgram:
         need_onnx(f"model {source.name!r}")
         from .models.onnx_program import OnnxProgram
 
-        return OnnxProgram.open(source.graph, source.name, source.how.inputs, source.how.seed)
+        return OnnxProgram.open(source.graph, source.name, source.how.inputs, source.how.seed, tokenizer_of(source))
     return capture_opened(source, open_module(source))
 
 

@@ -26,6 +26,7 @@ from lnrewrite.comparison.generating import generated
 from lnrewrite.models.decoder import encoder_decoder
 from lnrewrite.runtime.generating import generate
 from test_serving import PROMPT, tokenizer
+from tiers import rows
 from zoo.norms import randomise
 
 FOLD = "fold-affine"
@@ -72,8 +73,8 @@ def test_exact(served: Path, tmp_path: Path) -> None:
 
 def test_what_reads_one_model(served: Path, tmp_path: Path) -> None:
     """`inspect`, `verify` and `lnr.load` take the graph of a folder; OUT may be a file."""
-    rows = [json.loads(ok("inspect", path, "--json").stdout) for path in (served, served / "model.onnx")]
-    assert rows[0] == rows[1] and rows[0]["placement"] == "pre"
+    told = [json.loads(ok("inspect", path, "--json").stdout) for path in (served, served / "model.onnx")]
+    assert told[0] == told[1] and told[0]["placement"] == "pre"
     ok("opt", served, "--passes", FOLD, "-o", path := tmp_path / "one.onnx")
     assert json.loads(ok("verify", served, path, "--json").stdout)["verdict"] == "within"
 
@@ -108,6 +109,7 @@ def test_half(checkpoint: Path, tmp_path: Path) -> None:
     assert told["steps"][0]["edits"] == 4
 
 
+@pytest.mark.exhaustive
 def test_parts(tmp_path: Path) -> None:
     """Three graphs are rewritten as one model; what looks at data, or at one model, is refused in words."""
     lnr.export_model(model := zoo.build("t5", head=True)[0], folder := tmp_path / "t5", target="cpu")
@@ -117,12 +119,20 @@ def test_parts(tmp_path: Path) -> None:
     files = {path.stem: runnable(read(path, path.name)) for path in out.glob("*.onnx")}
     assert not generated(encoder_decoder(model).beside(files), 2e-5, 16).divergences
     assert "several graphs" in fails("LN034", 1, "inspect", folder)["why"]
-    assert "look at data" in fails("LN034", 1, "convert", folder, "--to", "peri", "-o", tmp_path / "peri")["why"]
+    assert "different networks" in fails("LN034", 1, "convert", folder, "--to", "peri", "-o", tmp_path / "peri")["why"]
     assert not (tmp_path / "peri").exists()
     told = json.loads(
         ok("export", folder, "--target", "cuda", "--dtype", "fp16", "-o", out, "--force", "--json").stdout
     )
     assert sum("Skip" in row["form"] for row in told["norms"]) == len(told["norms"]) - 3  # each part's first has no add
+
+
+def test_text(served: Path, tmp_path: Path) -> None:
+    """Data may be a text: the folder's tokenizer cuts it, and the cache is empty."""
+    (data := tmp_path / "text.txt").write_text(" ".join(f"w{i * i % 97}" for i in range(1200)))
+    how = ("--to", "peri", "--fit", "constants", "--calibrate", data, "--json")
+    told = json.loads(ok("convert", served, *how, "-o", tmp_path / "peri").stdout)
+    assert told["drift"]["data"] == str(data) and told["drift"]["held_out"]
 
 
 def in_two(served: Path, folder: Path) -> Path:
@@ -158,9 +168,32 @@ def test_optimum(checkpoint: Path, served: Path, tmp_path: Path) -> None:
     ok("export", folded, "--target", "cpu", "-o", folder := tmp_path / "exported")
     assert tokens(folded) == tokens(folder) == wanted
     assert (folder / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
-    assert "look at data" in fails("LN034", 1, "convert", both, "--to", "peri", "-o", tmp_path / "peri")["why"]
     (both / "decoder_with_past_model.onnx").unlink()
     assert "no decoder_with_past_model" in fails("LN013", 1, "generate", both, PROMPT)["why"]
+
+
+FITS = [(to, fit) for to in ("peri", "post", "none") for fit in ("auto", "constants")]
+
+
+@pytest.mark.parametrize(("to", "fit"), rows(FITS, sample=[("post", "constants")]))
+def test_two_files_are_fitted_once(checkpoint: Path, served: Path, tmp_path: Path, to: str, fit: str) -> None:
+    """A decoder in two files changes as that in one: both hold the same numbers, and what they generate is the same."""
+    both = in_two(served, tmp_path / "two")
+    (data := tmp_path / "text.txt").write_text(" ".join(f"w{i * i % 97}" for i in range(2000)))
+    how = ("--to", to, "--fit", fit, "--calibrate", data, "--json")
+    told = json.loads(ok("convert", both, *how, "-o", out := tmp_path / "out").stdout)
+    assert told["placement_after"] == to and told["drift"]["samples"]
+    assert not any("no gradients" in note for note in told["notes"])  # attention with a cache has some
+    assert bool(told["fitted"]) == (fit == "auto") or any("no better" in note for note in told["notes"])
+    files = [onnx.load(out / name) for name in ("decoder_model.onnx", "decoder_with_past_model.onnx")]
+    held = [sorted(i.raw_data for i in file.graph.initializer if i.data_type == 1 and len(i.dims)) for file in files]
+    assert held[0] == held[1]
+    first = out / "decoder_with_past_model.onnx"  # which takes an empty cache as well
+    shutil.copytree(out, one := tmp_path / "one")
+    shutil.copyfile(first, one / "model.onnx")
+    for name in ("decoder_model.onnx", "decoder_with_past_model.onnx"):
+        (one / name).unlink()
+    assert tokens(out) == tokens(one) != ()
 
 
 def test_folders_that_are_not_read(served: Path, tmp_path: Path) -> None:

@@ -145,16 +145,79 @@ RUNTIMES: list[tuple[str, list[np.ndarray | None], dict[str, Any]]] = [
     ("MultiHeadAttention", [Q, K, V, draw(28), None, MASK[:1]], HEADS),
     ("MultiHeadAttention", [Q, draw(2, 2, 7, 4), draw(2, 2, 7, 4)], HEADS),
 ]
+GROUPS: dict[str, Any] = {"num_heads": 4, "kv_num_heads": 2}
+PASTS = (0, 3)
+
+
+def grouped(seed: int) -> tuple[str, list[np.ndarray | None], dict[str, Any]]:
+    """Draw a call of grouped attention: packed or not, with a cache or an empty one, turned, biased, cut or capped."""
+    draws = np.random.default_rng(seed)
+    rows, new, past, size = (int(draws.choice(each)) for each in ((1, 2), (1, 4, 6), (0, 0, 3), (8, 16)))
+    rows = 1 if past and new > 1 else rows  # the kernel's contract
+    total, turned, packed = past + new, bool(draws.integers(2)), bool(draws.integers(2))
+    q = draw(rows, new, (8 if packed else 4) * size, seed=seed)
+    k, v = (None if packed else draw(rows, new, 2 * size, seed=seed + i) for i in (1, 2))
+    pasts: list[np.ndarray | None] = [draw(rows, 2, past, size, seed=seed + i) for i in (3, 4)]
+    lengths, whole = np.full(rows, total - 1, np.int32), np.array(total, np.int32)
+    pairs = size // 2 if size == 16 else 0
+    angles = np.outer(np.arange(16), 0.5 ** np.arange(pairs)).astype(np.float32)
+    tables: list[np.ndarray | None] = [np.cos(angles), np.sin(angles)] if turned and pairs else [None, None]
+    bias = draw(rows, 4, new, total, seed=seed + 5) if draws.integers(2) else None
+    inputs = [q, k, v, *pasts, lengths, whole, *tables, None, bias]
+    held = {"do_rotary": int(tables[0] is not None), "rotary_interleaved": int(draws.integers(2))}
+    if draws.integers(2):
+        held["local_window_size"] = 3
+    more = {"softcap": 2.0} if draws.integers(3) == 0 else {"smooth_softmax": 1} if draws.integers(3) == 0 else {}
+    return "GroupQueryAttention", inputs, {**GROUPS, **held, **more, **({"scale": 0.3} if draws.integers(2) else {})}
+
+
+def few_bits(seed: int) -> tuple[str, list[np.ndarray | None], dict[str, Any]]:
+    """Draw a product with weights in few bits."""
+    draws = np.random.default_rng(seed)
+    bits, block = int(draws.choice((4, 8))), int(draws.choice((16, 32)))
+    inner, outer = int(draws.choice((32, 48, 64))), 12
+    blocks = -(-inner // block)
+    packed = draws.integers(0, 256, (outer, blocks, block * bits // 8), dtype=np.uint8)
+    scales = np.abs(draw(outer * blocks, seed=seed)) + 0.1
+    zeros = draws.integers(0, 256, outer * -(-blocks * bits // 8), dtype=np.uint8) if draws.integers(2) else None
+    inputs = [draw(2, 3, inner, seed=seed), packed, scales, zeros]
+    return "MatMulNBits", inputs, {"K": inner, "N": outer, "bits": bits, "block_size": block}
+
+
+def turned(seed: int) -> tuple[str, list[np.ndarray | None], dict[str, Any]]:
+    """Draw a rotation of heads, all or a part of each, from one place on or at places of their own."""
+    draws = np.random.default_rng(seed)
+    size, part, heads_apart = 16, bool(draws.integers(2)), bool(draws.integers(2))
+    x = draw(2, 3, 5, size, seed=seed) if heads_apart else draw(2, 5, 3 * size, seed=seed)
+    pairs = 4 if part else 8
+    angles = np.outer(np.arange(32), 0.5 ** np.arange(pairs)).astype(np.float32)
+    places = np.array([int(draws.integers(9))]) if draws.integers(2) else draws.integers(0, 20, (2, 5))
+    held = {"num_heads": 3, "rotary_embedding_dim": 2 * pairs} if part else {}
+    if not part and not heads_apart:
+        held = {"num_heads": 3}
+    return (
+        "RotaryEmbedding",
+        [x, places, np.cos(angles), np.sin(angles)],
+        {**held, "interleaved": int(draws.integers(2))},
+    )
+
+
+DRAWN = [make(seed) for make in (grouped, few_bits, turned) for seed in range(40)]
 DECLINED: list[tuple[str, list[np.ndarray | None], dict[str, Any]]] = [
     ("MultiHeadAttention", [Q, K, V, None, np.array([3, 7], np.int32)], HEADS),
     ("MultiHeadAttention", [Q, Q, Q], {**HEADS, "unidirectional": 1}),
     ("MultiHeadAttention", [draw(2, 5, 2, 3, 4)], HEADS),
     ("FusedMatMul", [draw(3, 2, 8), draw(2, 8, 5)], {"transBatchA": 1}),
     ("LongformerAttention", [Q], HEADS),
+    (
+        "GroupQueryAttention",
+        [draw(2, 4, 64), None, None, *[draw(2, 2, 0, 8)] * 2, np.array([3, 1], np.int32), np.array(4, np.int32)],
+        GROUPS,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "inputs", "attributes"), RUNTIMES + DECLINED)
+@pytest.mark.parametrize(("name", "inputs", "attributes"), RUNTIMES + DRAWN + DECLINED)
 def test_operators_of_onnx_runtime_are_right_or_not_taken(
     name: str, inputs: list[np.ndarray | None], attributes: dict[str, Any]
 ) -> None:
@@ -175,7 +238,10 @@ def one(domain: str, name: str, inputs: list[np.ndarray | None], attributes: dic
         None if a is None else ir.Value(name=f"x{i}", shape=ir.Shape(a.shape), type=ir.TensorType(ir.tensor(a).dtype))
         for i, a in enumerate(inputs)
     ]
-    node = ir.node(name, values, attributes, domain=domain)
+    count = 3 if name == "GroupQueryAttention" else 1  # without the cache it gives, that kernel reads none
+    node = ir.node(name, values, attributes, domain=domain, num_outputs=count)
+    for i, value in enumerate(node.outputs):
+        value.name, value.type = f"y{i}", ir.TensorType(ir.DataType.FLOAT)
     node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     opsets = {"": 17, CONTRIB: 1}
     graph = ir.Graph([v for v in values if v], node.outputs, nodes=[node], opset_imports=opsets, name="one")

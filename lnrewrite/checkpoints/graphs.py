@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,17 @@ import onnx
 from onnx.external_data_helper import uses_external_data
 
 from ..backends.onnx.file import data_names
-from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
 from ..ir import Exactness
 from ..kernels.library import find
 from ..loading.foreign import Json
+from ..loading.open import tokenizer_of
 from ..loading.source import Source
 from ..models.onnx_program import OnnxProgram
+from ..models.twins import Follower, Leader, Tape
+from ..pipeline.driver import Result
 from ..pipeline.job import Job, check_paths
+from ..pipeline.protocols import Batch
 from ..pipeline.report import Report
 from ..runtime.generating import GENAI, read_json
 from ..runtime.sessions import holds_operators
@@ -35,23 +38,62 @@ def rewrite_graphs(source: Source, job: Job, output: str | os.PathLike[str], *, 
     """Run a pipeline on every graph of a folder and write a folder.
 
     The proof of each file covers what it gives of its cache: graphs that hand one to each other still fit together.
-    Several graphs take exact passes alone, for data would fit each in its own way. Raises as rewriting a file does,
-    LnrewriteError LN025, LN034.
+    Of several graphs the one with the fewest inputs is run on data, and the others take over what it was told. Raises
+    as rewriting a file does, LnrewriteError LN025, and LN034 where data meet graphs that are not of one network.
     """
     exact = all(item.exactness < Exactness.CALIBRATED and not item.needs_data for item in job.pipeline.passes)
-    if len(source.graphs) > 1 and not exact:
-        why = f"it holds {len(source.graphs)} graphs, and passes that look at data would fit each in its own way"
-        remedy = "convert the checkpoint that they were exported from, and export it; or name one of the files"
-        raise LnrewriteError(Code.LN034, f"folder {source.name!r}", why, remedy)
+    together = _Together(job) if len(source.graphs) > 1 and not exact else None
 
     def make(program: OnnxProgram, path: Path) -> Report:
         check_paths(source.name, program.fixed_paths, job.accept_fixed_paths)
-        result = job.run(program, job.batches(program))
+        result = together.run(program) if together else job.run(program, job.batches(program))
         job.check(source.name, result.report)
         result.program.save(path)
         return result.report
 
-    return _written(source, make, output, force)
+    return _written(_ordered(source) if together else source, make, output, force)
+
+
+@dataclass
+class _Together:
+    """Run a job on graphs of one network: on data with the first, and on what that was told with the others.
+
+    before, after: the first graph, as it was and as it became.
+    """
+
+    job: Job
+    before: Tape | None = None
+    after: Tape | None = None
+    batches: list[Batch] | None = None
+
+    def run(self, program: OnnxProgram) -> Result[OnnxProgram]:
+        """Rewrite the next graph. Raises LnrewriteError LN034 where it did not change as the first did."""
+        result = self.job.run(self.twin(program), self.batches)
+        self.after = self.after.again(result.program) if self.after else Tape.of(result.program)
+        return result
+
+    def twin(self, program: OnnxProgram) -> OnnxProgram:
+        """Return the next graph as one that is measured, or as one that follows."""
+        if self.before:
+            return Follower.on(program, self.before.again(program))
+        data = self.job.batches(program)
+        self.batches = None if data is None else list(data)
+        self.before = Tape.of(program)
+        return Leader.on(program, self.before)
+
+
+def _ordered(source: Source) -> Source:
+    """Return graphs of one network, the one with the fewest inputs first. Raises LnrewriteError LN034 for others."""
+    programs = {path: _opened(path, source) for path in source.graphs}
+    order = sorted(source.graphs, key=lambda path: len(programs[path].model.graph.inputs))
+    first = Tape.of(programs[order[0]])
+    for path in order[1:]:
+        first.again(programs[path])
+    return replace(source, graphs=tuple(order))
+
+
+def _opened(graph: Path, source: Source) -> OnnxProgram:
+    return OnnxProgram.open(graph, str(graph), source.how.inputs, source.how.seed, tokenizer_of(source))
 
 
 def export_graphs(source: Source, output: str | os.PathLike[str], *, force: bool = False, **how: Any) -> Report:
@@ -69,8 +111,7 @@ def _written(source: Source, make: Make, output: str | os.PathLike[str], force: 
     reports, left = dict[str, Report](), {path for graph in source.graphs for path in files_of(graph)}
     with whole(target, source.file, force) as folder:
         for graph in source.graphs:
-            program = OnnxProgram.open(graph, str(graph), source.how.inputs, source.how.seed)
-            reports[graph.name] = make(program, folder / graph.name)
+            reports[graph.name] = make(_opened(graph, source), folder / graph.name)
         carry(source.file, folder, lambda path: path in left)
         bring_kernels(folder)
     return replace(together(reports), output=str(target))

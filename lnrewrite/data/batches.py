@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..backends.inputs import FreeAxes, Tensors, check, check_numbers, draw_one, spec_of
+from ..backends.inputs import DTYPES, FreeAxes, Tensors, check, check_numbers, draw_one, spec_of
 from ..backends.torch.fixed import elsewhere, other_path
 from ..errors import Code, LnrewriteError, code_of_others, told, words
 from ..files.output import named_path
@@ -190,7 +190,10 @@ class Data:
         return {name: rows if len(self.spec.inputs) == 1 else self._input(name, rows) for name in self.spec.names}
 
     def _input(self, name: str, rows: Tensor) -> Tensor:
-        content = content_of(name, "int64")
+        content, wanted = content_of(name, "int64"), self.spec[name]
+        if wanted.content is Content.VALUES and "past" in name and wanted.free.keys() - {0}:  # a cache begins empty
+            sizes = [0 if axis in wanted.free else size for axis, size in enumerate(wanted.shape)]
+            return torch.zeros(len(rows), *sizes[1:], dtype=DTYPES[wanted.dtype])
         if content is Content.MASK:
             return torch.ones_like(rows)
         if content is Content.TYPE:

@@ -342,7 +342,8 @@ def tokenizer_of(source: Source) -> Tokenizer | None:
     """Return where a folder's tokenizer is; None where it has none."""
     from .transformers import tokenizer_in
 
-    return tokenizer_in(source.file, source.how.trust_remote_code)
+    folder = source.path is not None and source.path.is_dir()
+    return tokenizer_in(source.file, source.how.trust_remote_code) if folder else None
 
 
 _OPENERS: dict[Format, Callable[[Source], Opened]] = {

@@ -40,6 +40,7 @@ from ..files.output import check_output
 from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec
 from ..kernels.library import DOMAIN, find
+from ..loading.transformers import Tokenizer
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Fitted, Report
 from ..pipeline.results import Gap
@@ -62,7 +63,8 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
     add and the norm that they compute. `done` are the passes that were applied.
     """
 
-    format, tokenizer = "onnx", None
+    format = "onnx"
+    tokenizer: Tokenizer | None = None
 
     def __init__(
         self,
@@ -77,7 +79,9 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         self._given, self._file = given, file
 
     @classmethod
-    def open(cls, path: Path, name: str, inputs: Given = None, seed: int = 0) -> Self:
+    def open(
+        cls, path: Path, name: str, inputs: Given = None, seed: int = 0, tokenizer: Tokenizer | None = None
+    ) -> Self:
         """Read a file, `name` in errors. inputs: as `lnrewrite.load` takes them; None makes them up when needed.
 
         Raises LnrewriteError LN024 for weights that are NaN or infinite, and what reading the file raises.
@@ -87,7 +91,9 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
         plain = any(n.op_type == RMS for n in model.graph)
         style = "cuda" if split(model) else "as it is" if plain else "generic"
-        return cls(model, style=style, given=_named(model, inputs, seed), file=(path, name))
+        made = cls(model, style=style, given=_named(model, inputs, seed), file=(path, name))
+        made.tokenizer = tokenizer
+        return made
 
     @property
     def fixed_paths(self) -> tuple[str, ...]:
@@ -227,7 +233,7 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         model = self.model.clone()
         vectors = {k: v for _, p in edits for k, v in p.vectors.items()}
         count = Rewriter(OnnxEditor(model, self.graph), self.graph, vectors).carry_out(edits, label)
-        return type(self)(model, style=self.style, given=self._given, done=(*self.done, label)), count
+        return self._as(model, (*self.done, label)), count
 
     def fitted(
         self, original: OnnxProgram, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
@@ -240,7 +246,13 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         rows, notes, values = fitted_onnx(sides[0], sides[1], blocks, *given)
         for name, value in values.items():
             self.model.graph.initializers[name].const_value = ir.tensor(value, name=name)
-        return type(self)(self.model, style=self.style, given=self._given, done=self.done), rows, notes
+        return self._as(self.model, self.done), rows, notes
+
+    def _as(self, model: ir.Model, done: tuple[str, ...]) -> Self:
+        """Return a model made of this one, with all that is told of it."""
+        made = type(self)(model, style=self.style, given=self._given, done=done)
+        made.tokenizer = self.tokenizer
+        return made
 
     def tensors(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return a batch's inputs by name, of the types that the model declares."""

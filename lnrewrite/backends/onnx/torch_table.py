@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import torch_attention as attention
 from .norms import CONTRIB, LAYER, RMS, STANDARD_RMS
 from .ops import STANDARD
 
@@ -36,10 +37,14 @@ def taken(node: ir.Node, opset: int) -> Function | None:
 
 def attributes(function: Function) -> frozenset[str]:
     """Return the attributes that a function of this file takes, by name; torch's own take none."""
-    if not inspect.isfunction(function) or function.__module__ != __name__:
+    if not _ours(function):
         return frozenset()
     parameters = inspect.signature(function).parameters.values()
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def _ours(function: Function) -> bool:
+    return inspect.isfunction(function) and function.__module__ in {__name__, attention.__name__}
 
 
 def ints(value: Ints) -> list[int]:
@@ -232,19 +237,6 @@ def pad(x: Tensor, pads: Tensor, value: Tensor | None = None, at: Ints = None, *
     return x
 
 
-def multi_head_attention(
-    q: Tensor, k: Tensor | None = None, v: Tensor | None = None, bias: Tensor | None = None,
-    padding: Tensor | None = None, added: Tensor | None = None, *, num_heads: int, scale: float | None = None,
-    mask_filter_value: float = -1e4,
-) -> Tensor:  # fmt: skip
-    if k is None or v is None or padding is not None or (bias is not None and k.dim() == 4):
-        raise NotImplementedError("MultiHeadAttention of packed inputs, with a padding mask, or a bias on heads")
-    if bias is not None:
-        q, k, v = (x + b for x, b in zip((q, k, v), bias.split([x.shape[-1] for x in (q, k, v)]), strict=True))
-    q, k, v = (x if x.dim() == 4 else x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, added, scale=scale or None).transpose(1, 2).flatten(2)
-
-
 TABLE: dict[str, Function] = {
     "Abs": torch.abs, "Neg": torch.neg, "Exp": torch.exp, "Log": torch.log, "Sqrt": torch.sqrt, "Erf": torch.erf,
     "Reciprocal": torch.reciprocal, "Sin": torch.sin, "Cos": torch.cos, "Tan": torch.tan, "Tanh": torch.tanh,
@@ -300,16 +292,17 @@ OTHERS: dict[str, Function] = {
     "Gelu": lambda x: F.gelu(x), "BiasGelu": lambda x, bias: F.gelu(x + bias),
     "FastGelu": lambda x, bias=0.0: F.gelu(x + bias, approximate="tanh"),
     "QuickGelu": lambda x, *, alpha=1.702: x * torch.sigmoid(alpha * x),
-    "MultiHeadAttention": multi_head_attention,
+    "MultiHeadAttention": attention.multi_head_attention, "GroupQueryAttention": attention.group_query_attention,
+    "RotaryEmbedding": attention.rotary_embedding, "MatMulNBits": attention.matmul_nbits,
     "FusedMatMul": lambda a, b, *, alpha=1.0, transA=0, transB=0: (
         alpha * torch.matmul(a.mT if transA else a, b.mT if transB else b)
     ),
 }  # fmt: skip
 """Operators of ONNX Runtime."""
 for name, function in (*TABLE.items(), *OTHERS.items()):
-    if inspect.isfunction(function) and function.__module__ == __name__:
+    if inspect.isfunction(function) and _ours(function):
         function.__name__ = name  # what torch.fx writes for it
-RESULTS = {"Split": 1 << 30, "TopK": 2}
+RESULTS = {"Split": 1 << 30, "TopK": 2, "MultiHeadAttention": 3, "GroupQueryAttention": 3}
 """How many results are computed, where it is not one."""
 SINCE = {"BatchNormalization": 7, "GroupNormalization": 21, "LogSoftmax": 13, "PRelu": 7, "Pad": 11, "TopK": 10}
 """From which opset on an operator is taken, which meant, or took, something else before."""
@@ -318,5 +311,7 @@ ONLY: dict[str, dict[str, object]] = {
     "ArgMax": {"select_last_index": 0}, "FusedMatMul": {"transBatchA": 0, "transBatchB": 0},
     "BatchNormalization": {"training_mode": 0, "spatial": 1}, "ScatterND": {"reduction": "none"},
     "ScatterElements": {"reduction": "none"}, "MultiHeadAttention": {"unidirectional": 0},
+    "GroupQueryAttention": {"qk_output": 0, "k_quant_type": "NONE", "v_quant_type": "NONE", "kv_cache_bit_width": 0},
+    "RotaryEmbedding": {"is_packed_batching": 0}, "MatMulNBits": {"weight_prepacked": 0},
 }  # fmt: skip
 """Attributes that are taken at one value alone."""
