@@ -1,6 +1,7 @@
 """Put ours beside the field: 17 models through ONNX Runtime alone, its optimizer, onnxscript, onnxslim and lnrewrite.
 
     python examples/onnx_peers.py [--models gpt2,llama] [--opsets 18,20,23] [--dtypes fp32,fp16] [--time] [-o OUT]
+    python examples/onnx_peers.py --opsets 18 --tools onnxruntime,mobius,transformers,"lnrewrite cuda"
 
 Models are 4 layers of width 256 with random weights, gains and biases, built from transformers' configs. Each tool
 runs in a process of its own; a crash, a model that does not load and wrong numbers (at another batch size and length)
@@ -30,6 +31,8 @@ NORMS = {
     "llama": 9, "qwen3": 17, "phi3": 9, "gemma2": 17, "gemma3_text": 25, "glm4": 17, "olmo2": 17, "t5": 9,
 }  # fmt: skip
 TOOLS = ("onnxruntime", "optimize_model", "onnxscript", "onnxslim", "lnrewrite cpu", "lnrewrite cuda")
+MORE = ("mobius", "transformers")
+"""Tools that --tools may name too: the rules of mobius-onnx on the plain export, and transformers' own exporter."""
 BOUND = {"fp32": 2e-5, "fp16": 2e-2}
 
 
@@ -107,6 +110,25 @@ def apply(tool: str, name: str, opset: int, dtype: str, source: Path, path: Path
         import onnxslim
 
         onnx.save(onnxslim.slim(str(source)), path)
+    elif tool == "mobius":
+        import onnx_ir as ir
+        from mobius import rewrite_rules
+        from onnxscript.rewriter import rewrite
+
+        model = ir.load(source)
+        for rules in ("layer_norm_fusion_rules", "skip_norm_rules", "skip_layer_norm_rules"):
+            model = rewrite(model, pattern_rewrite_rules=getattr(rewrite_rules, rules)())
+        ir.save(model, path)
+    elif tool == "transformers":
+        import onnx_ir as ir
+        from transformers.exporters.configs import OnnxConfig
+        from transformers.exporters.exporter_onnx import OnnxExporter
+
+        built, inputs = build(name)
+        if dtype == "fp16":
+            built, inputs = built.half(), {k: v.half() if v.is_floating_point() else v for k, v in inputs.items()}
+        how = OnnxConfig(dynamic=True, ort_fusions="cuda", opset_version=opset)
+        ir.save(OnnxExporter().export(built, inputs, how).program, path)
     else:
         import lnrewrite as lnr
 

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from onnx import helper
 
 import lnrewrite as lnr
 import zoo
@@ -170,6 +171,46 @@ def test_optimum(checkpoint: Path, served: Path, tmp_path: Path) -> None:
     assert (folder / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
     (both / "decoder_with_past_model.onnx").unlink()
     assert "no decoder_with_past_model" in fails("LN013", 1, "generate", both, PROMPT)["why"]
+
+
+def merged(both: Path, folder: Path) -> Path:
+    """Write a decoder in one file with an If, as optimum merges those two; without the shapes of what is inside."""
+    files = [onnx.load(both / name) for name in ("decoder_with_past_model.onnx", "decoder_model.onnx")]
+    branches, held = [], {i.name: i for file in files for i in file.graph.initializer}
+    outputs = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in files[0].graph.output]
+    for prefix, file in zip("lf", files, strict=True):
+        made = {name for node in file.graph.node for name in node.output if name}
+        for value in (*file.graph.node, *file.graph.output):
+            value.name = f"{prefix}.{value.name}"
+        for names in (names for node in file.graph.node for names in (node.input, node.output)):
+            names[:] = [f"{prefix}.{name}" if name in made else name for name in names]
+        branches.append(helper.make_graph(file.graph.node, prefix, [], file.graph.output))
+    inputs = [*files[0].graph.input, helper.make_tensor_value_info("use_cache_branch", onnx.TensorProto.BOOL, [1])]
+    names = [value.name for value in outputs]
+    node = helper.make_node("If", ["use_cache_branch"], names, then_branch=branches[0], else_branch=branches[1])
+    graph = helper.make_graph([node], "merged", inputs, outputs, list(held.values()))
+    shutil.copytree(both, folder, ignore=shutil.ignore_patterns("*.onnx"))
+    onnx.save(helper.make_model(graph, opset_imports=files[0].opset_import, ir_version=10), folder / "merged.onnx")
+    return folder
+
+
+def test_merged(served: Path, tmp_path: Path) -> None:
+    """A decoder that was merged becomes the two files that it was made of, which generate as it does."""
+    one = merged(in_two(served, tmp_path / "two"), tmp_path / "merged")
+    assert "two files" in fails("LN034", 1, "inspect", one)["remedy"]
+    told = json.loads(ok("opt", one, "--passes", FOLD, "-o", out := tmp_path / "out", "--json").stdout)
+    assert [step["edits"] for step in told["steps"]] == [4, 4]
+    assert {path.stem for path in out.glob("*.onnx")} == {"decoder_model", "decoder_with_past_model"}
+    assert tokens(out) == tokens(served)
+
+
+def test_shapes_are_worked_out(served: Path, tmp_path: Path) -> None:
+    """A file that tells the shape of nothing inside is seen as one that does."""
+    model = onnx.load(served / "model.onnx")
+    del model.graph.value_info[:]
+    onnx.save(model, tmp_path / "bare.onnx")
+    found = [json.loads(ok("inspect", path, "--json").stdout) for path in (served, tmp_path / "bare.onnx")]
+    assert found[0] == found[1]
 
 
 FITS = [(to, fit) for to in ("peri", "post", "none") for fit in ("auto", "constants")]

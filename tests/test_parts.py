@@ -67,6 +67,7 @@ def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
     assert any("generates the same" in note or "first that differs" in note for note in report.notes)
 
 
+@pytest.mark.exhaustive
 def test_names(tmp_path: Path) -> None:
     """Inputs and outputs are what optimum-onnx asks for, in its order: a layer's own cache, then the encoder's."""
     lnr.export_model(model_of("bart"), folder := tmp_path / "bart", target="cpu")
@@ -121,6 +122,7 @@ def test_command(checkpoint: Path, tmp_path: Path) -> None:
     assert "begins with" in fails("LN013", 1, "generate", folder, "w4")["why"]
 
 
+@pytest.mark.exhaustive
 def test_rewritten(checkpoint: Path, tmp_path: Path) -> None:
     """A converted checkpoint, whose network is our modeling file's, is written in its parts and generates."""
     with pytest.MonkeyPatch.context() as patch:
@@ -131,6 +133,7 @@ def test_rewritten(checkpoint: Path, tmp_path: Path) -> None:
     assert "generates the same" in " ".join(report.notes)
 
 
+@pytest.mark.exhaustive
 def test_sound_is_no_text(checkpoint: Path, tmp_path: Path) -> None:
     """`generate` says what a model of sound takes, whose folder has a tokenizer too."""
     lnr.export_model(model_of("whisper", 1), folder := tmp_path / "whisper", target="cpu")

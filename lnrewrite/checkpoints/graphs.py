@@ -7,13 +7,16 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx
 from onnx.external_data_helper import uses_external_data
 
-from ..backends.onnx.file import data_names
+from ..backends.onnx.branches import chosen, taken_apart
+from ..backends.onnx.file import data_names, read
+from ..backends.torch.crossed import FIRST, LATER
 from ..files.output import check_folder
 from ..ir import Exactness
 from ..kernels.library import find
@@ -42,7 +45,8 @@ def rewrite_graphs(source: Source, job: Job, output: str | os.PathLike[str], *, 
     as rewriting a file does, LnrewriteError LN025, and LN034 where data meet graphs that are not of one network.
     """
     exact = all(item.exactness < Exactness.CALIBRATED and not item.needs_data for item in job.pipeline.passes)
-    together = _Together(job) if len(source.graphs) > 1 and not exact else None
+    graphs = _graphs(source)
+    together = _Together(job) if len(graphs) > 1 and not exact else None
 
     def make(program: OnnxProgram, path: Path) -> Report:
         check_paths(source.name, program.fixed_paths, job.accept_fixed_paths)
@@ -51,7 +55,7 @@ def rewrite_graphs(source: Source, job: Job, output: str | os.PathLike[str], *, 
         result.program.save(path)
         return result.report
 
-    return _written(_ordered(source) if together else source, make, output, force)
+    return _written(source, _ordered(graphs) if together else graphs, make, output, force)
 
 
 @dataclass
@@ -82,18 +86,34 @@ class _Together:
         return Leader.on(program, self.before)
 
 
-def _ordered(source: Source) -> Source:
+Graphs = dict[str, Callable[[], OnnxProgram]]
+"""What opens each graph, by the name of the file that is written of it."""
+
+
+def _graphs(source: Source) -> Graphs:
+    """Return the graphs of a folder; a decoder that was merged is two. Raises as reading a file does."""
+    found = Graphs()
+    for path in source.graphs:
+        if chosen(read(path, str(path))):
+            found |= {f"{name}.onnx": partial(_opened, source, path, i) for i, name in enumerate((FIRST, LATER))}
+        else:
+            found[path.name] = partial(_opened, source, path)
+    return found
+
+
+def _opened(source: Source, path: Path, part: int | None = None) -> OnnxProgram:
+    how = path, str(path), source.how.inputs, source.how.seed, tokenizer_of(source)
+    return OnnxProgram.open(*how) if part is None else OnnxProgram.of(taken_apart(read(path, str(path)))[part], *how)
+
+
+def _ordered(graphs: Graphs) -> Graphs:
     """Return graphs of one network, the one with the fewest inputs first. Raises LnrewriteError LN034 for others."""
-    programs = {path: _opened(path, source) for path in source.graphs}
-    order = sorted(source.graphs, key=lambda path: len(programs[path].model.graph.inputs))
+    programs = {name: opened() for name, opened in graphs.items()}
+    order = sorted(graphs, key=lambda name: len(programs[name].model.graph.inputs))
     first = Tape.of(programs[order[0]])
-    for path in order[1:]:
-        first.again(programs[path])
-    return replace(source, graphs=tuple(order))
-
-
-def _opened(graph: Path, source: Source) -> OnnxProgram:
-    return OnnxProgram.open(graph, str(graph), source.how.inputs, source.how.seed, tokenizer_of(source))
+    for name in order[1:]:
+        first.again(programs[name])
+    return {name: graphs[name] for name in order}
 
 
 def export_graphs(source: Source, output: str | os.PathLike[str], *, force: bool = False, **how: Any) -> Report:
@@ -101,17 +121,17 @@ def export_graphs(source: Source, output: str | os.PathLike[str], *, force: bool
 
     Raises as that, and LnrewriteError LN025.
     """
-    return _written(source, lambda program, path: program.export(path, **how), output, force)
+    return _written(source, _graphs(source), lambda program, path: program.export(path, **how), output, force)
 
 
-def _written(source: Source, make: Make, output: str | os.PathLike[str], force: bool) -> Report:
+def _written(source: Source, graphs: Graphs, make: Make, output: str | os.PathLike[str], force: bool) -> Report:
     """Write a folder with what `make` makes of each graph, and all else that the source holds."""
     target = check_folder(output, source.file, force)
     check_room(target, source.file)
     reports, left = dict[str, Report](), {path for graph in source.graphs for path in files_of(graph)}
     with whole(target, source.file, force) as folder:
-        for graph in source.graphs:
-            reports[graph.name] = make(_opened(graph, source), folder / graph.name)
+        for name, opened in graphs.items():
+            reports[name] = make(opened(), folder / name)
         carry(source.file, folder, lambda path: path in left)
         bring_kernels(folder)
     return replace(together(reports), output=str(target))

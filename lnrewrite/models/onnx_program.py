@@ -18,6 +18,7 @@ import torch
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from .._version import __version__
+from ..backends.onnx.branches import chosen
 from ..backends.onnx.double import doubled, jittered
 from ..backends.onnx.editor import OnnxEditor
 from ..backends.onnx.file import ONE_FILE, bytes_of, check_finite, read, stamp
@@ -84,9 +85,22 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
     ) -> Self:
         """Read a file, `name` in errors. inputs: as `lnrewrite.load` takes them; None makes them up when needed.
 
-        Raises LnrewriteError LN024 for weights that are NaN or infinite, and what reading the file raises.
+        Raises LnrewriteError LN024 for weights that are NaN or infinite, LN034 for two models in one, and what reading
+        the file raises.
         """
         model = read(path, name)
+        if chosen(model):
+            why = "its network stands in both branches of an If, which an input chooses"
+            remedy = "give its folder to `opt`, `convert` or `export`, with a folder as OUT: it becomes two files there"
+            raise LnrewriteError(Code.LN034, f"model {name!r}", why, remedy)
+        return cls.of(model, path, name, inputs, seed, tokenizer)
+
+    @classmethod
+    def of(
+        cls, model: ir.Model, path: Path, name: str, inputs: Given = None, seed: int = 0,
+        tokenizer: Tokenizer | None = None,
+    ) -> Self:  # fmt: skip
+        """Take a model over that was read from a file: see `open`."""
         check_finite(model, name)
         LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
         plain = any(n.op_type == RMS for n in model.graph)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from .norms import CONTRIB
-from .widths import told_by_gains, told_by_products, told_by_reshapes
+from .widths import told_by_gains, told_by_heads, told_by_products, told_by_reshapes
 
 LIKE_FIRST = {
     ("", "LayerNormalization"): 3, ("", "SimplifiedLayerNormalization"): 2, (CONTRIB, "FastGelu"): 2,
@@ -18,6 +18,9 @@ LIKE_FIRST = {
     (CONTRIB, "MultiHeadAttention"): 10, (CONTRIB, "GroupQueryAttention"): 14,
 }  # fmt: skip
 """Operators whose first output has their first input's shape, with the number of inputs that they may have."""
+
+
+TOLD = told_by_reshapes, told_by_products, told_by_heads, told_by_gains
 
 
 def infer_shapes(model: ir.Model) -> None:
@@ -28,7 +31,7 @@ def infer_shapes(model: ir.Model) -> None:
         again = True
         while again:
             ShapeInferencePass(check_type=False, strict_mode=False)(model)
-            again = any(tell(model.graph) for tell in (told_by_reshapes, told_by_products, told_by_gains))
+            again = any(tell(model.graph) for tell in TOLD)
 
 
 def infer_types(model: ir.Model) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from .norms import GROUPED
+
 OWN = {"Sub", "Div", "Mul", "Cast"}
 OPERATORS = {"LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"}
 REDUCED = {"ReduceMean", "ReduceSumSquare", "ReduceL2"}
@@ -70,6 +72,22 @@ def told_by_products(graph: ir.Graph) -> bool:
         node.outputs[0].shape = ir.Shape([*a[:-2], a[-1 if rows else -2], b[-2 if columns else -1]])
         node.outputs[0].type = node.outputs[0].type or node.inputs[0].type  # type: ignore[union-attr]
         found = True
+    return found
+
+
+def told_by_heads(graph: ir.Graph) -> bool:
+    """Write the shapes of grouped attention on packed queries, keys and values; return whether there were any."""
+    found = False
+    for node in graph:
+        if node.op_type != GROUPED or node.outputs[0].shape is not None or node.inputs[1] is not None:
+            continue
+        packed, heads = node.inputs[0], node.attributes.get_int("num_heads", 0)
+        width = packed.shape[-1] if packed is not None and packed.shape is not None and len(packed.shape) else None
+        if packed is not None and packed.shape is not None and isinstance(width, int):
+            size = width // max(1, heads + 2 * node.attributes.get_int("kv_num_heads", heads))
+            node.outputs[0].shape = ir.Shape([*list(packed.shape)[:-1], heads * size])
+            node.outputs[0].type = node.outputs[0].type or packed.type
+            found = True
     return found
 
 
