@@ -28,6 +28,7 @@ from ..errors import (
     visible,
 )
 from ..quiet import LOGGER
+from .processes import number
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -140,11 +141,11 @@ def _left(error: BaseException) -> LnrewriteError:
 
 
 def _fail(asked: list[str], error: LnrewriteError) -> int:
-    """Print a failure where whoever asked looks for it."""
-    if "--json" in asked:
+    """Print a failure where whoever asked looks for it; what another process than the first meets, on stderr."""
+    if "--json" in asked and not number():
         click.echo(json.dumps({"error": error.to_dict()}))
     else:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"process {number()}: error: {error}" if number() else f"error: {error}", err=True)
     return error.exit_code
 
 
@@ -194,7 +195,7 @@ def working(quiet: bool, message: str, plain: bool = True) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if quiet or not sys.stderr.isatty():
+        if quiet or number() or not sys.stderr.isatty():
             TERMINAL.due = time.monotonic() + EVERY if plain and not quiet else math.inf
             stack.callback(setattr, TERMINAL, "due", math.inf)
             yield
