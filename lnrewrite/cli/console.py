@@ -19,6 +19,7 @@ from ..errors import (
     Code,
     Exit,
     LnrewriteError,
+    Refused,
     Untrusted,
     UsageError,
     did_you_mean,
@@ -141,11 +142,14 @@ def _left(error: BaseException) -> LnrewriteError:
 
 
 def _fail(asked: list[str], error: LnrewriteError) -> int:
-    """Print a failure where whoever asked looks for it; what another process than the first meets, on stderr."""
-    if "--json" in asked and not number():
+    """Print a failure where whoever asked looks for it; of several processes, the others say what the first may not."""
+    if number():
+        if not isinstance(error, UsageError | Refused):
+            click.echo(f"process {number()}: error: {error}", err=True)
+    elif "--json" in asked:
         click.echo(json.dumps({"error": error.to_dict()}))
     else:
-        click.echo(f"process {number()}: error: {error}" if number() else f"error: {error}", err=True)
+        click.echo(f"error: {error}", err=True)
     return error.exit_code
 
 

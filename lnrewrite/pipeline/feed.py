@@ -10,7 +10,7 @@ from typing import NoReturn
 from ..errors import Code, LnrewriteError
 from .protocols import Batch, M, Model
 from .results import Drift
-from .shares import mine, processes
+from .shares import agreed, mine, processes
 
 LARGE = 0.2
 """The relative error from which a report advises healing."""
@@ -32,7 +32,7 @@ class Feed:
             return list(self.program.synthetic(self.seed))
         if isinstance(self.given, Mapping):
             self._refuse("this is one batch, not an iterable of batches")
-        batches = list(self.given)
+        batches = agreed(list(self.given))  # what is random in an iterable is not the same in every process
         if not batches:
             self._refuse("it is empty")
         for batch in batches:
