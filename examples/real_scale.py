@@ -3,11 +3,12 @@
     python examples/real_scale.py                                  # float32, about 4 GB; needs three times that on disk
     python examples/real_scale.py --dtype bfloat16                 # 2 GB
     python examples/real_scale.py --width 1024 --layers 12 --steps peri
+    python examples/real_scale.py --steps peri --processes 2       # by torchrun
     python examples/real_scale.py --plan                           # what 8B and 70B would take, from their shapes
 
 Writes a Llama with random weights and planted outliers as a folder of sharded safetensors, and 9 x 512 tokens, of which
 8 x 512 are fitted to. Every command runs as a process of its own, on one thread; a forward pass over the tokens is
-timed in float32, which is what folders are computed in.
+timed in float32, which is what folders are computed in. Of several processes, the largest peak and all CPU time count.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ COMMANDS = {
     "export": ["export", "IN", "-o", "FILE", "--target", "cpu", "--force", "-q"],
 }
 """`verify` compares with what the command before it wrote."""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 @click.command(context_settings={"show_default": True})
@@ -42,9 +44,10 @@ COMMANDS = {
 @click.option("--layers", default=16, help="Layers of two blocks.")
 @click.option("--dtype", default="float32", help="float32 or bfloat16: how the folder holds its weights.")
 @click.option("--steps", default="peri,post,fold,verify,inspect", help=f"Which of {', '.join(COMMANDS)}.")
+@click.option("--processes", default=1, help="How many share the data of a conversion.")
 @click.option("--folder", help="Where to work, and to keep what was made; else a temporary folder.")
 @click.option("--plan", is_flag=True, help="Run nothing: print what each step on 8B and 70B would hold.")
-def main(width: int, layers: int, dtype: str, steps: str, folder: str | None, plan: bool) -> None:
+def main(width: int, layers: int, dtype: str, steps: str, processes: int, folder: str | None, plan: bool) -> None:
     """Print the peak memory of each command over the checkpoint's size, and its CPU time over a forward pass."""
     if plan:
         for name, shape in SHAPES.items():
@@ -56,6 +59,9 @@ def main(width: int, layers: int, dtype: str, steps: str, folder: str | None, pl
         if not source.exists():
             apart("--make", source, data, width, layers, dtype)
         size = sum(p.stat().st_size for p in source.glob("*.safetensors"))
+        program = [str(Path(sys.executable).with_name("lnrewrite"))]
+        if processes > 1:
+            program = [*TORCHRUN, str(processes), "-m", "lnrewrite.cli"]
         forward = float(apart("--forward", source, data).split()[-1])
         copied = measured([sys.executable, __file__, "--copy", str(source), str(room / "copy")])[1]
         click.echo(f"checkpoint {size / 1e9:.2f} GB of {dtype}; a forward pass takes {forward:.0f} s of CPU, a copy "
@@ -66,7 +72,7 @@ def main(width: int, layers: int, dtype: str, steps: str, folder: str | None, pl
                 shutil.rmtree(out, ignore_errors=True)
             names = {"IN": str(source), "OUT": str(out), "DATA": str(data), "FILE": str(room / "model.onnx")}
             words = [names.get(w, w) for w in COMMANDS[step]]
-            peak, spent, code = measured([str(Path(sys.executable).with_name("lnrewrite")), *words])
+            peak, spent, code = measured([*program, *words])
             told = "" if not code else f"   exit {code}"
             click.echo(
                 f"{step:<9} {peak / 1e9:>8.2f} {peak / size:>15.2f} {spent:>7.0f} {spent / forward:>14.2f}{told}"

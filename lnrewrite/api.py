@@ -301,7 +301,7 @@ def _rewritten(source: Source, job: Job, target: Path | None, force: bool) -> Re
     except Unproved:  # the program was used up
         result = job.run(load_source(source), batches)
     job.check(source.name, result.report)
-    if target:
+    if target and job.shares.first:
         LOGGER.info(f"writing {target}")
         result.program.save(target, force=force)
     return replace(result.report, output=None if target is None else str(target))

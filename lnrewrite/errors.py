@@ -50,6 +50,7 @@ class Code(StrEnum):
     LN033 = "LN033"
     LN034 = "LN034"
     LN039 = "LN039"
+    LN040 = "LN040"
     LN101 = "LN101"
     LN102 = "LN102"
     LN103 = "LN103"

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lnrewrite.algebra.fitting import fit, spread, unit, usual
+from lnrewrite.algebra.fitting import fit, of_all, spread, unit, usual
 from lnrewrite.errors import Code, LnrewriteError, Refusal
 from lnrewrite.ir import Edit, Exactness, Kind, Proposal, SetNorm, Site, Stream, Vectors, Where
 from lnrewrite.ir.parts import FIXED
@@ -38,6 +38,7 @@ class FixNorms(Pass):
     exactness: ClassVar[Exactness] = Exactness.CALIBRATED
     needs_data: ClassVar[bool] = True
     needs_blocks: ClassVar[bool] = True
+    shares: ClassVar[bool] = True
 
     eps: float = 1e12
 
@@ -77,7 +78,7 @@ class FixNorms(Pass):
         gamma = vectors.add(gain * found.scale * sqrt(self.eps))
         beta = context.values(norm.beta).reshape(-1) if norm.beta else None
         shift = None if beta is None else vectors.add(beta + gain * (0.0 if found.shift is None else found.shift))
-        bound = float((spread(norm.kind, seen) ** 2).max()) / (2 * self.eps)
+        bound = float(of_all(spread(norm.kind, seen) ** 2).max()) / (2 * self.eps)
         made = replace(norm, eps=self.eps, gamma=None if norm.computed else norm.gamma, computed=False)
         operation = SetNorm(site.where, made, gamma, shift, index)
         return Edit(target, (operation,), expected=found.error, note=f"one number but for {bound:.1g} of itself")

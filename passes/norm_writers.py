@@ -12,6 +12,7 @@ from lnrewrite.algebra.placement import usual_norm
 from lnrewrite.errors import Code, Refusal
 from lnrewrite.ir import Block, Edit, Exactness, Norm, Proposal, SetNorm, Stream, Vectors, Where
 from lnrewrite.pipeline import Context, Pass
+from lnrewrite.pipeline.shares import anywhere
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class NormWriters(Pass):
     exactness: ClassVar[Exactness] = Exactness.CALIBRATED
     needs_data: ClassVar[bool] = True
     needs_blocks: ClassVar[bool] = True
+    shares: ClassVar[bool] = True
 
     norm: Literal["auto", "layer", "rms"] = "auto"
     blocks: str | None = None
@@ -82,7 +84,7 @@ class NormWriters(Pass):
         seen = context.recorded(axes)
         for block in wanted:
             hidden, total = seen[block.anchor.hidden], seen[block.anchor.total]
-            if not hidden.any():
+            if not anywhere(hidden.any()):
                 why = "what its last map reads is zero on the calibration data"
                 refusals.append(Refusal(Code.LN112, block.name, why, "exclude it with blocks="))
                 continue

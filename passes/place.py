@@ -93,6 +93,7 @@ class Place(Pass):
 
     name: ClassVar[str] = "place"
     needs_blocks: ClassVar[bool] = True
+    shares: ClassVar[bool] = True
 
     to: Literal["pre", "post", "peri", "output", "none", "mix"]
     norm: Literal["auto", "layer", "rms"] = "auto"

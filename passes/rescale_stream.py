@@ -77,6 +77,7 @@ class RescaleStream(Pass):
 
     name: ClassVar[str] = "rescale-stream"
     exactness: ClassVar[Exactness] = Exactness.ALGEBRAIC
+    shares: ClassVar[bool] = True
 
     by: float | None = None
     fit: Literal["fp16"] | None = None

@@ -1,4 +1,8 @@
-"""Fit gains on samples: weighted least squares per channel, with outlying tokens left out."""
+"""Fit gains on samples: weighted least squares per channel, with outlying tokens left out.
+
+Tokens may be shared by several processes: sums over them go through `total`, and what orders them, one number of each,
+through `of_all`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ir import Kind
+from ..pipeline.shares import everyone, total
 
 Floats = NDArray[np.float64]
 
@@ -32,10 +37,20 @@ def unit(kind: Kind, x: Floats, eps: float) -> Floats:
     return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps))
 
 
+def of_all(numbers: Floats) -> Floats:
+    """Return the numbers of all processes' tokens, one for each: [tokens]."""
+    return np.concatenate(everyone(numbers))
+
+
 def usual(x: Floats) -> Floats:
     """Return 1.0 for tokens of ordinary size, 0.0 for outliers: [tokens]."""
     r = size(x)
-    return np.asarray((r <= OUTLIER * np.median(r)).astype(np.float64))
+    return np.asarray((r <= OUTLIER * np.median(of_all(r))).astype(np.float64))
+
+
+def _shares(weight: Floats) -> Floats:
+    """Return weights that add up to one over all tokens."""
+    return weight / max(total(float(weight.sum())), 1e-300)
 
 
 @dataclass(frozen=True)
@@ -54,10 +69,10 @@ def fit(base: Floats, target: Floats, weight: Floats, shift: bool = False) -> Fi
     Weighted least squares: scale = E[w t b] / E[w b^2], with a shift Cov / Var (normalization reference E.2). The error
     is E[w |t - fit|^2] / E[w |t|^2] over the tokens that weigh anything.
     """
-    w = weight / max(weight.sum(), 1e-300)
+    w = _shares(weight)
     b, t, offset = base, target, None
     if shift:
-        mean_b, mean_t = w @ base, w @ target
+        mean_b, mean_t = total(w @ base), total(w @ target)
         b, t = base - mean_b, target - mean_t
     power = _weighed(b, b, w)
     scale = np.where(power > 0, _weighed(b, t, w) / np.where(power > 0, power, 1.0), 1.0)
@@ -65,14 +80,14 @@ def fit(base: Floats, target: Floats, weight: Floats, shift: bool = False) -> Fi
     if shift:
         offset = mean_t - scale * mean_b
         value += offset
-    total, rest = float(_weighed(target, target, w).sum()), target - value
-    return Fit(scale, offset, float(_weighed(rest, rest, w).sum()) / total if total else 0.0, value)
+    whole, rest = float(_weighed(target, target, w).sum()), target - value
+    return Fit(scale, offset, float(_weighed(rest, rest, w).sum()) / whole if whole else 0.0, value)
 
 
 def _weighed(x: Floats, y: Floats, weight: Floats) -> Floats:
     """Return E[w x y] per channel; no more than one array of their size is made."""
     product = x * y
-    return np.asarray(weight @ product)
+    return total(np.asarray(weight @ product))
 
 
 def mix(base: Floats, target: Floats, weight: Floats, shift: bool = False) -> Fit | None:
@@ -82,30 +97,30 @@ def mix(base: Floats, target: Floats, weight: Floats, shift: bool = False) -> Fi
     tokens, or where size and direction of base have nothing to do with each other, a matrix only fits noise.
     """
     last = np.arange(len(base)) % 4 == 3
-    if (~last).sum() < 2 * base.shape[1]:
+    if total(int((~last).sum())) < 2 * base.shape[1]:
         return None
     matrix, offset = _regress(base[~last], target[~last], weight[~last], shift)
     plain = fit(base[~last], target[~last], weight[~last], shift)
     w = weight[last][:, None]
     here, there = base[last], target[last]
-    dense = float((w * (there - here @ matrix.T - offset) ** 2).sum())
+    dense = total(float((w * (there - here @ matrix.T - offset) ** 2).sum()))
     constant = 0.0 if plain.shift is None else plain.shift
-    if dense >= 0.95 * float((w * (there - here * plain.scale - constant) ** 2).sum()):
+    if dense >= 0.95 * total(float((w * (there - here * plain.scale - constant) ** 2).sum())):
         return None
     matrix, offset = _regress(base, target, weight, shift)
-    total = max(float((w * there**2).sum()), 1e-300)
-    return Fit(matrix, offset if shift else None, dense / total, base @ matrix.T + offset)
+    whole = max(total(float((w * there**2).sum())), 1e-300)
+    return Fit(matrix, offset if shift else None, dense / whole, base @ matrix.T + offset)
 
 
 def _regress(base: Floats, target: Floats, weight: Floats, shift: bool) -> tuple[Floats, Floats]:
-    w = (weight / max(weight.sum(), 1e-300))[:, None]
-    mean_b, mean_t = ((w * base).sum(0), (w * target).sum(0)) if shift else (np.zeros(base.shape[1]),) * 2
+    w = _shares(weight)[:, None]
+    mean_b, mean_t = (total((w * x).sum(0)) if shift else np.zeros(x.shape[1]) for x in (base, target))
     b, t = base - mean_b, target - mean_t
-    gram = (w * b).T @ b
+    gram = total((w * b).T @ b)
     if not gram.any():
         return gram, mean_t
     gram += np.eye(len(gram)) * np.trace(gram) / len(gram) * 1e-3
-    matrix = np.linalg.solve(gram, (w * b).T @ t).T
+    matrix: Floats = np.linalg.solve(gram, total((w * b).T @ t)).T.astype(np.float64)
     return matrix, mean_t - matrix @ mean_b
 
 
@@ -118,11 +133,11 @@ def metric(f: Floats, weight: Floats, steps: int = 200) -> Floats:
     Where the size of f is constant, a = 1.
     """
     power = (f * f).mean(-1)
-    w = weight * power / max(float((weight * power).sum()), 1e-300)
+    w = _shares(weight * power)
     z = f * f
-    z /= max(float((w * power).sum()) * f.shape[1], 1e-300)
+    z /= max(total(float((w * power).sum())) * f.shape[1], 1e-300)
     weighed = z * w[:, None]
-    gram, goal = weighed.T @ z, weighed.sum(0)
+    gram, goal = total(weighed.T @ z), total(weighed.sum(0))
     del z, weighed
     ridge = float(np.trace(gram)) / len(gram)
     q = np.ones(len(gram))
@@ -144,23 +159,23 @@ def offset(f: Floats, weight: Floats, factor: float) -> Floats:
     off again. What f has along c is lost, so c lies where f varies least; the rest of the error is of the order
     1 / factor^2. With b bits of mantissa the offset costs factor / 2^b.
     """
-    w = (weight / max(float(weight.sum()), 1e-300))[:, None]
+    w = _shares(weight)[:, None]
     f = f - f.mean(-1, keepdims=True)
-    mean = (w * f).sum(0)
+    mean = total((w * f).sum(0))
     x = f - mean
-    gram = (w * x).T @ x
+    gram = total((w * x).T @ x)
     gram += (np.eye(len(gram)) * 1e-6 + 1.0) * np.trace(gram) / len(gram)  # none along the mean over channels
     inverse = np.linalg.inv(gram)
     across = np.where(np.arange(len(gram)) % 2, -1.0, 1.0)
     for _ in range(30):
         across = inverse @ across
         across /= np.linalg.norm(across)
-    lean = float((w[:, 0] * (x * x).sum(-1)) @ (x @ across))  # large tokens are to lie against c
-    size_of_f = np.sqrt(float((w * f * f).sum()))
+    lean = total(float((w[:, 0] * (x * x).sum(-1)) @ (x @ across)))  # large tokens are to lie against c
+    size_of_f = np.sqrt(total(float((w * f * f).sum())))
     return np.asarray(-np.sign(lean or 1.0) * factor * size_of_f * across - mean)
 
 
 def careful_eps(eps: float, branch: Floats) -> float:
     """Return `eps`, or the power of ten at most a thousandth of the smallest branch's mean square (reference E.2)."""
-    floor = float(np.quantile((branch * branch).mean(-1), 0.001)) * 1e-3
+    floor = float(np.quantile(of_all((branch * branch).mean(-1)), 0.001)) * 1e-3
     return eps if eps <= floor or floor <= 0 else float(f"1e{int(np.floor(np.log10(floor)))}")

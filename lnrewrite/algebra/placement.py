@@ -34,7 +34,8 @@ from ..ir import (
     Where,
 )
 from ..pipeline.protocols import Context, Samples
-from .fitting import Floats, careful_eps, fit, metric, mix, offset, size, spread, unit, usual
+from ..pipeline.shares import anywhere
+from .fitting import Floats, careful_eps, fit, metric, mix, of_all, offset, size, spread, unit, usual
 
 WRITABLE = {Kind.LAYER, Kind.RMS}
 """The kinds of norm that can be put in or taken out."""
@@ -109,7 +110,7 @@ class Conversion:
     @property
     def resized(self) -> bool:
         """Return whether the trunk is another than the original's: its size, or what a norm that is gone multiplied."""
-        return bool(self.carried or (self.ratio != 1).any())
+        return bool(self.carried) or anywhere((self.ratio != 1).any())
 
     def turns(self, block: Block, where: Where, on: bool) -> bool:
         """Return whether the block's norm at `where` is switched on (or off)."""
@@ -149,7 +150,7 @@ class Conversion:
         return [self.edit(b, *done[b.name], samples[b.name]) for b in group if done[b.name][0]]
 
     def edit(self, block: Block, operations: list[Operation], fits: list[float], seen: Samples) -> Edit:
-        r = size(seen.branch)
+        r = of_all(size(seen.branch))
         cv = float(r.var() / max((r * r).mean(), 1e-300))
         note = f"spread of the branch's size CV^2/(1+CV^2) {cv:.3g}"
         return Edit(block.name, tuple(operations), max(fits, default=0.0), note)
@@ -216,7 +217,7 @@ class Conversion:
         goal = (seen.branch * self.ratio[:, None] + self.shift) / self.basis
         self.shift = np.zeros(self.stream.width)  # the first branch of a sum has taken it
         weight = weight * usual(goal)
-        if not seen.branch.any():
+        if not anywhere(seen.branch.any()):
             self.refuse(block, Code.LN112, "its branch is zero on the calibration data")
             return goal
         if self.turns(block, Where.OUT, on=True):
@@ -298,8 +299,10 @@ class Conversion:
 
     def follow(self, block: Block, total: Floats, onward: Block, state: Floats) -> None:
         """Take the trunk along to the next sum, through a constant scale where the model has one."""
-        same = total is state or total.shape == state.shape and np.allclose(total, state, rtol=1e-4, atol=1e-6)
-        if block.at(Where.POST) or same:
+        other = total is not state and (
+            total.shape != state.shape or not np.allclose(total, state, rtol=1e-4, atol=1e-6)
+        )
+        if block.at(Where.POST) or not anywhere(other):
             return
         if self.resized or len(state) != len(self.trunk):
             self.refuse(onward, Code.LN114, "the trunk is scaled or transformed between blocks")

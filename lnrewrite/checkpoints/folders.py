@@ -33,6 +33,7 @@ from ..pipeline.driver import Pipeline
 from ..pipeline.job import Job
 from ..pipeline.protocols import Proposer
 from ..pipeline.report import Report
+from ..pipeline.shares import shared
 from ..quiet import LOGGER
 from .kept import is_large, on_disk
 from .stored import Store
@@ -70,7 +71,8 @@ def rewrite_folder(source: Source, job: Job, output: str | os.PathLike[str], *, 
     if job.read and plain.pipeline != job.pipeline:
         report = replace(report, notes=(*report.notes, UNFITTED))
     job.check(source.name, report)
-    write_checked(target, source.file, done, str(job.pipeline), force)
+    if job.shares.first:
+        write_checked(target, source.file, done, str(job.pipeline), force)
     return replace(report, output=str(target))
 
 
@@ -169,17 +171,18 @@ def _loaded(source: Source, job: Job) -> tuple[Report, Done]:
     if job.read:
         taken = capture_module(module, (), given)
         batches = job.read(Program(taken, format=opened.kind, tokenizer=opened.tokenizer))
-    report = rewrite(
-        module,
-        job.pipeline,
-        kwargs=given,
-        calibrate=batches,
-        partial=job.partial or job.lenient,
-        seed=job.seed,
-        undo=False,
-        data=job.data,
-        verify=job.verify,
-    )
+    with shared(job.shares):
+        report = rewrite(
+            module,
+            job.pipeline,
+            kwargs=given,
+            calibrate=batches,
+            partial=job.partial or job.lenient,
+            seed=job.seed,
+            undo=False,
+            data=job.data,
+            verify=job.verify,
+        )
     records = vars(module).get(RECORD, [])
 
     def check(folder: Path) -> None:

@@ -23,6 +23,7 @@ from .heal import heal
 from .kernels import kernels
 from .look import diff, inspect, probe
 from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, among, options, page_of, target_of, tell_name
+from .processes import joined
 from .rehost import rehost
 from .report import REPORT, draw_forms, report_of, write_report, written_to
 
@@ -91,7 +92,10 @@ def convert(
     host: str | None,
     **asked: Any,
 ) -> int:
-    """Change where the norms sit: MODEL with every (selected) block converted to one placement."""
+    """Change where the norms sit: MODEL with every (selected) block converted to one placement.
+
+    Under torchrun the same command shares the calibration data over all processes.
+    """
     from ..pipeline.driver import Pipeline
     from ..pipeline.spec import placing
 
@@ -311,11 +315,12 @@ def _rewrite(
     source = identify(model, how)  # what is not there is told before torch is imported
     output = source.named_after(named) if output is None else output
     page_target = report_of(page, force, calibrate)
-    job = Job(pipeline, partial, lenient, not no_verify, accept, how.seed)
-    with screen.working(f"opening {model}"), written_to(output, dry_run, page_target) as out:
+    working = screen.working(f"opening {model}")
+    with working, joined(source, pipeline, host) as shares, written_to(output, dry_run, page_target) as out:
         from ..api import rewrite_source
         from ..rehosting import rehost_source
 
+        job = Job(pipeline, partial, lenient, not no_verify, accept, how.seed, shares=shares)
         if host is not None and not dry_run:
             found, done = rehost_source(source, job, host, output, calibrate=calibrate, force=force)
             assert done is not None
@@ -324,12 +329,14 @@ def _rewrite(
             report = rewrite_source(source, job, out, calibrate=calibrate, force=force)
             housed, said = {}, ""
         called = f"{model} as it would be" if dry_run else None
-        shown = write_report(page_target, (model, str(report.output)), calibrate, how, force, called)
+        if shares.first:
+            shown = write_report(page_target, (model, str(report.output)), calibrate, how, force, called)
     report = replace(report, output=None) if dry_run else report
     if no_verify:
         LOGGER.warning(f"warning: nothing shows that {report.output or 'the result'} computes what {model} does")
     tell_name(output, report.output)
     dry = "" if report.output else "\n\ndry run: nothing was written"
-    row = {**housed, **report.to_dict(), **shown}
-    screen.answer(row, lambda: f"pipeline   {report.pipeline}\n{report}{dry}{said}", "")
+    if shares.first:
+        row = {**housed, **report.to_dict(), **shown}
+        screen.answer(row, lambda: f"pipeline   {report.pipeline}\n{report}{dry}{said}", "")
     return Exit.PARTIAL if report.refusals and partial and not lenient else Exit.DONE

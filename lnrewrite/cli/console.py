@@ -19,6 +19,7 @@ from ..errors import (
     Code,
     Exit,
     LnrewriteError,
+    Refused,
     Untrusted,
     UsageError,
     did_you_mean,
@@ -28,6 +29,7 @@ from ..errors import (
     visible,
 )
 from ..quiet import LOGGER
+from .processes import number
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -140,8 +142,11 @@ def _left(error: BaseException) -> LnrewriteError:
 
 
 def _fail(asked: list[str], error: LnrewriteError) -> int:
-    """Print a failure where whoever asked looks for it."""
-    if "--json" in asked:
+    """Print a failure where whoever asked looks for it; of several processes, the others say what the first may not."""
+    if number():
+        if not isinstance(error, UsageError | Refused):
+            click.echo(f"process {number()}: error: {error}", err=True)
+    elif "--json" in asked:
         click.echo(json.dumps({"error": error.to_dict()}))
     else:
         click.echo(f"error: {error}", err=True)
@@ -194,7 +199,7 @@ def working(quiet: bool, message: str, plain: bool = True) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if quiet or not sys.stderr.isatty():
+        if quiet or number() or not sys.stderr.isatty():
             TERMINAL.due = time.monotonic() + EVERY if plain and not quiet else math.inf
             stack.callback(setattr, TERMINAL, "due", math.inf)
             yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions, Source
 from ..quiet import LOGGER
 from .options import ACCEPT, FORCE, Screen, options, target_of, tell_name
+from .processes import number
 from .report import REPORT, report_of, write_report
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def heal(
         places |= {"tokenizer": tokenizer, "field": field}
         places |= {"device": how.device, "resume": resume, "restart": force, "force": force}
         found = _healed(sources, data, config, accept, into_folder, places)
-        if os.environ.get("RANK", "0") != "0":
+        if number():
             return
         shown = write_report(page_target, (student, str(target)), held_out or data, on_cpu, force)
     screen.answer({**found.report.to_dict(), **shown}, lambda: str(found.report), "")

@@ -19,6 +19,7 @@ from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Exactness
 from ..pipeline.protocols import Batch
 from ..pipeline.results import Comparison, Drift, Json, Verdict
+from ..pipeline.shares import everyone, total
 
 TOLERANCE = {
     Exactness.STRUCTURAL: 0.0,
@@ -171,9 +172,10 @@ def measured(first: Runnable, second: Runnable, batches: Sequence[Batch], held_o
                 continue
             sums += distances(one, two)
             del one, two
-    if len(off) == len(batches):
+    off, many = [path for part in everyone(off) for path in part], total(len(batches))
+    if len(off) == many:
         raise elsewhere("the result", off[0])
-    return replace(drift_of(sums, held_out, len(batches) - len(off)), off_path=len(off))
+    return replace(drift_of(total(sums), held_out, many - len(off)), off_path=len(off))
 
 
 def distances(one: object, two: object) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..backends.torch.processes import join, place_of
 from ..compat.memory import give_back_at_once
 from ..errors import Code, UsageError
 
@@ -42,14 +43,10 @@ class World:
         if rows % size:
             why = f"{rows} rows of a micro-batch cannot be shared by {size} processes"
             raise UsageError(Code.LN003, "batch_size", why, f"give a multiple of {size} times accumulate")
-        place = torch.device(device)
-        if place.type == "cuda":
-            place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(place)
-        else:
+        place = place_of(device)
+        if place.type != "cuda":
             give_back_at_once()  # each part is gathered and freed in every step
-        if ours := not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+        ours = join(place)
         return cls(dist.get_rank(), size, place, ours)
 
     def leave(self) -> None:

@@ -17,7 +17,8 @@ class Pass(ABC):
     `name` is the kebab-case word in pipelines, `exactness` what the edits claim; `exactness` and `needs_data` may be
     properties where they depend on the options. With `needs_blocks` a model in which no block was found is refused,
     with detection's reasons; without it such a model stays as it is. With `everywhere` the pass sees the norms on no
-    stream too, as the inner norms of a stream of width 0 (`Network.rest`).
+    stream too, as the inner norms of a stream of width 0 (`Network.rest`). With `shares` it may be
+    run by processes that hold a part of the data each: what it asks of them adds up, by `pipeline.shares`.
 
     An author writes `plan`; `propose` holds it to what the pass says of itself.
     """
@@ -25,6 +26,7 @@ class Pass(ABC):
     name: ClassVar[str]
     needs_blocks: ClassVar[bool] = False
     everywhere: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
 
     @property
     @abstractmethod

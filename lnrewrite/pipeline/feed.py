@@ -10,6 +10,7 @@ from typing import NoReturn
 from ..errors import Code, LnrewriteError
 from .protocols import Batch, M, Model
 from .results import Drift
+from .shares import agreed, mine, processes
 
 LARGE = 0.2
 """The relative error from which a report advises healing."""
@@ -31,7 +32,7 @@ class Feed:
             return list(self.program.synthetic(self.seed))
         if isinstance(self.given, Mapping):
             self._refuse("this is one batch, not an iterable of batches")
-        batches = list(self.given)
+        batches = agreed(list(self.given))  # what is random in an iterable is not the same in every process
         if not batches:
             self._refuse("it is empty")
         for batch in batches:
@@ -44,26 +45,42 @@ class Feed:
         raise LnrewriteError(Code.LN022, what, why, "give a list of dicts of keyword inputs, or of tuples")
 
     @property
-    def fit(self) -> list[Batch]:
-        """Return the batches to fit on: all but those held out, or the only one."""
+    def _many(self) -> int:
+        """Return how many batches all processes fit on: all but those held out, or the only one."""
         count = len(self.batches)
-        return self.batches[: max(1, count - max(1, count // (4 if self.given is None else 8)))]
+        return max(1, count - max(1, count // (4 if self.given is None else 8)))
+
+    @property
+    def fit(self) -> list[Batch]:
+        """Return the batches that this process fits on. Raises LnrewriteError LN040 where they cannot be shared."""
+        if self._many < processes():
+            why, remedy = f"{self._many} batches to fit on are fewer than the processes", "start fewer, or give more"
+            raise LnrewriteError(Code.LN040, "calibration data", why, remedy)
+        if processes() > 1 and self.program.fixed_paths:
+            why = "the model chooses its path by its data, on which processes may not agree"
+            raise LnrewriteError(Code.LN040, "calibration data", why, "start it without torchrun")
+        return mine(self.batches[: self._many])
 
     @property
     def held(self) -> list[Batch]:
-        """Return the batches that nothing is fitted on: the last eighth (of made-up ones, a quarter), at least one."""
-        return self.batches[len(self.fit) :]
+        """Return this process's of what nothing is fitted on: the last eighth (of made-up ones, a quarter), or one."""
+        return mine(self.batches[self._many :])
+
+    @property
+    def holds_out(self) -> bool:
+        """Return whether there are batches that nothing is fitted on."""
+        return len(self.batches) > self._many
 
     @property
     def fits_weights(self) -> bool:
         """Return whether weights may be fitted: to data that a user gave, with some to judge the fit by."""
-        return self.given is not None and bool(self.held)
+        return self.given is not None and self.holds_out
 
     def drift(self, before: M, after: M) -> Drift:
         """Measure how far the outputs moved, on batches that nothing was fitted on where there are such."""
-        rest = self.held
+        batches = self.held if self.holds_out else mine(self.batches)
         name = "synthetic" if self.given is None else self.name or "given"
-        return replace(before.drift(after, rest or self.batches, bool(rest)), data=name)
+        return replace(before.drift(after, batches, self.holds_out), data=name)
 
     def notes(self, drift: Drift | None) -> tuple[str, ...]:
         """Return what the figures of this run rest on."""

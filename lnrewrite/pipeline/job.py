@@ -10,6 +10,7 @@ from ..errors import Code, LnrewriteError
 from .driver import Pipeline, Result
 from .protocols import Batch, M
 from .report import Report
+from .shares import Shares, shared
 
 BatchReader = Callable[[Any], Iterable[Batch] | None]
 """What reads calibration batches for a program."""
@@ -19,7 +20,8 @@ BatchReader = Callable[[Any], Iterable[Batch] | None]
 class Job:
     """Hold a pipeline and how it is run: see `Pipeline.run`. `data` is what the report calls what `read` gives.
 
-    `lenient`, of presets: edit what can be edited; to edit nothing, for refusals, is an error.
+    `lenient`, of presets: edit what can be edited; to edit nothing, for refusals, is an error. `shares`: the processes
+    that hold a part of the data each; all run the job, and the first alone writes.
     """
 
     pipeline: Pipeline
@@ -30,6 +32,7 @@ class Job:
     seed: int = 0
     read: BatchReader | None = None
     data: str | None = None
+    shares: Shares = Shares()
 
     def batches(self, program: M) -> Iterable[Batch] | None:
         """Return the calibration batches, which may be given only once; None makes inputs up."""
@@ -38,9 +41,10 @@ class Job:
     def run(self, program: M, batches: Iterable[Batch] | None, *, consume: bool = False) -> Result[M]:
         """Run the pipeline on a program. Raises Refused, Unproved, and what `Pipeline.run` raises."""
         partial = self.partial or self.lenient
-        return self.pipeline.run(
-            program, batches, partial, self.seed, data=self.data, verify=self.verify, consume=consume
-        )
+        with shared(self.shares):
+            return self.pipeline.run(
+                program, batches, partial, self.seed, data=self.data, verify=self.verify, consume=consume
+            )
 
     def check(self, model: str, report: Report) -> None:
         """Raise LnrewriteError where a result is not to be written: LN033, or a preset that could edit nothing."""

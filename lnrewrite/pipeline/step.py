@@ -14,6 +14,7 @@ from .base import Pass, proposed
 from .feed import Feed
 from .protocols import Context, M, Proposer, Samples
 from .report import Expected, Fitted, Skipped, Step
+from .shares import agreed, everyone
 from .sounding import Unproved, Witness, sound, stated
 from .spec import spell
 
@@ -70,7 +71,7 @@ class Turn(Generic[M]):
     def carry_out(self, item: Proposer, consume: bool) -> tuple[M, Done]:
         """Run a pass as it is."""
         started, text, current = time.perf_counter(), spell(item), self.current
-        proposals = self.proposals(item)
+        proposals = agreed(self.proposals(item))
         refusals = tuple(r for _, p in proposals for r in p.refusals) or _unseen(item, self.network)
         if refusals and not self.partial:
             raise Refused(refusals)
@@ -130,7 +131,8 @@ class Turn(Generic[M]):
 
     @cached_property
     def peaks(self) -> Mapping[str, float]:
-        return self.current.peaks(self.feed.fit)
+        told = everyone(self.current.peaks(self.feed.fit))
+        return {name: max(each[name] for each in told) for name in told[0]}
 
 
 def _unseen(item: Proposer, network: Network) -> tuple[Refusal, ...]:

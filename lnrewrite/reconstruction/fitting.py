@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..pipeline.shares import number, total
+
 STEPS, CHUNK = 64, 8
 """How many steps are made at most, and after how many of them the held-out data are asked."""
 WORTH = 0.03
@@ -97,6 +99,7 @@ class Fitting:
             part = self.run(batch, leaves).square().sum()
             value += part.item()
             self._add(slopes, part, leaves)
+        value, slopes = total(value), {n: total(s) for n, s in slopes.items()}
         for name, start in self.start.items():
             if start.dim() >= 2:
                 pull, moved = self.ridge / max(start.square().sum().item(), 1e-30), here[name] - start
@@ -112,8 +115,9 @@ class Fitting:
 
     def _moments(self) -> list[tuple[Tensor, ...]]:
         """Return, for each parameter, the second moments of random samples of its curvature: L and R, or a diagonal."""
-        draw = torch.Generator().manual_seed(0)
+        draw = torch.Generator().manual_seed(number())
         many = max(1, self.batches // 4)
+        share = total(self.batches) / total(many) / PROBES
         found: list[tuple[Tensor, ...]] = []
         for probe in range(PROBES):
             slopes = {n: torch.zeros_like(p) for n, p in self.start.items()}
@@ -121,7 +125,7 @@ class Fitting:
                 leaves = {n: p.detach().requires_grad_() for n, p in self.start.items()}
                 out = self.run(batch % self.batches, leaves)
                 self._add(slopes, (out * torch.randn(out.shape, generator=draw).to(out)).sum(), leaves)
-            each = [_second(s * math.sqrt(self.batches / many / PROBES)) for s in slopes.values()]
+            each = [_second(total(s) * math.sqrt(share)) for s in slopes.values()]
             pairs = zip(found, each, strict=True) if found else ()
             found = [tuple(a + b for a, b in zip(x, y, strict=True)) for x, y in pairs] or each
         return found

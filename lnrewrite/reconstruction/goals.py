@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..pipeline.shares import anywhere, total
+
 FEEDBACK = 0.7
 """How much of the error that the state before a branch has is to be made good by that branch; the rest is left."""
 LEAST = 1e-20
@@ -51,21 +53,28 @@ class Goal:
 
 
 def goals_of(
-    measure: Measure, totals: Sequence[Tensor], starts: Sequence[Tensor], before: Sequence[tuple[Tensor, Tensor]]
+    measure: Measure,
+    totals: Sequence[Tensor],
+    starts: Sequence[Tensor],
+    before: Sequence[tuple[Tensor, Tensor]],
+    like: Tensor,
 ) -> list[Goal]:
     """Return the goals on some batches.
 
     totals, starts: the original's states behind the sum and before it. before: both models' states behind the sum
     before that; how they differ is what the branch cannot know, mostly noise to it, so part of that is left alone.
+    like: a state, for a process that has none of these batches.
     """
     plain = replace(measure, directions=False)
     targets, starts = [plain(t) for t in totals], [plain(s) for s in starts]
     sizes = [_size(t) for t in targets]
     added = sum(float(((t - s) / r).square().sum()) for t, s, r in zip(targets, starts, sizes, strict=True))
-    unit = max(math.sqrt(added), LEAST)
+    unit = max(math.sqrt(total(float(added))), LEAST)
     theirs, ours = [measure(a) for a, _ in before], [measure(b) for _, b in before]
-    if before and all(a.shape == s.shape for a, s in zip(theirs, starts, strict=True)):
-        by = _slope(theirs, starts)
+    other = any(a.shape != s.shape for a, s in zip(theirs, starts, strict=bool(before)))
+    if anywhere(before) and not anywhere(other):
+        none = measure(like)[:0]
+        by = _slope([*theirs, none], [*starts, none])
         pairs = zip(targets, theirs, ours, strict=True)
         targets = [t - (1 - FEEDBACK) * by * (a - b) for t, a, b in pairs]
     if measure.directions:
@@ -82,5 +91,6 @@ def _slope(x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
     """Return, per channel, the slope of y over x, tokens of y weighted by their size: what a state hands on."""
     a, b = torch.cat(list(x)), torch.cat(list(y))
     w = _size(b) ** -2
-    a, b = (v - (w * v).sum(0) / w.sum() for v in (a, b))
-    return (w * a * b).sum(0) / ((w * a * a).sum(0) + LEAST)
+    whole = total(w.sum())
+    a, b = (v - total((w * v).sum(0)) / whole for v in (a, b))
+    return total((w * a * b).sum(0)) / (total((w * a * a).sum(0)) + LEAST)

@@ -24,6 +24,7 @@ from ..ir import Block, Kind, Network, Where, sums
 from ..layout import clock
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Fitted
+from ..pipeline.shares import alone, anywhere, total
 from ..quiet import LOGGER
 from .fitting import Fitting
 from .goals import Goal, Measure, goals_of
@@ -147,18 +148,18 @@ class Reconstruction:
         """Fit what one sum adds to the original's states behind and before it."""
         blocks, walk, many = self.made.sums[place], self.student, len(self.fit)
         goals, given = self.goals(place, totals, starts), [walk.given(k) for k in range(len(totals))]
-        self.tokens = sum(g.target[..., 0].numel() for g in goals[:many])
+        self.tokens = total(sum(g.target[..., 0].numel() for g in goals[:many]))
         start = own(walk.body, blocks[0].anchor.state)
         self.start[tuple(b.name for b in blocks)] = {walk.origin(n): p for n, p in start.items()}
-        made = walk.function(list(start))
+        made, holds_out = walk.function(list(start)), anywhere(self.held)
 
         def residual(batch: int, parameters: Mapping[str, Tensor]) -> Tensor:
             return goals[batch].residual(made(*given[batch], *parameters.values()))
 
         @torch.no_grad()
         def error(parameters: Mapping[str, Tensor]) -> float:
-            held = range(many, len(goals)) if self.held else range(many)
-            return sum(float(residual(k, parameters).square().sum()) for k in held)
+            held = range(many, len(goals)) if holds_out else range(many)
+            return total(float(sum(float(residual(k, parameters).square().sum()) for k in held)))
 
         names, before, why = tuple(b.name for b in blocks), error(start), ""
         best, after = start, before
@@ -166,6 +167,7 @@ class Reconstruction:
             try:
                 best, after = Fitting(residual, many, start, RIDGE / self.tokens).fit(error)
             except (RuntimeError, NotImplementedError) as fault:
+                alone(fault)
                 why = f"the fit failed: {str(fault).partition(chr(10))[0]}"
         return Fitted(names, before, after, self.keep(start, best) if after < before else {}, why)
 
@@ -180,6 +182,7 @@ class Reconstruction:
         try:
             found = Together(*modules, ends, names, self.fit, self.held, self.tokens).run()
         except (RuntimeError, NotImplementedError) as fault:
+            alone(fault)
             why = f"training them together failed: {str(fault).partition(chr(10))[0]}"
             return tuple(rows), (f"its branches were fitted one by one: {why}",)
         stored = dict(self.made.module.named_parameters())
@@ -202,7 +205,7 @@ class Reconstruction:
         measure = self.measure(place)
         before, many = self.before.get(place[0], []), len(self.fit)
         halves = slice(0, many), slice(many, None)
-        return [g for h in halves for g in goals_of(measure, totals[h], starts[h], before[h])]
+        return [g for h in halves for g in goals_of(measure, totals[h], starts[h], before[h], totals[0])]
 
     def moves_trunk_norms(self, stream: int) -> bool:
         """Return whether norms came onto a stream's trunk, or left it, so that its states differ in size by design."""

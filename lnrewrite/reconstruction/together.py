@@ -23,6 +23,7 @@ from ..backends.torch.module import CapturedModule
 from ..backends.torch.widened import is_narrow, widened
 from ..layout import clock
 from ..pipeline.protocols import Batch
+from ..pipeline.shares import anywhere, everyone, processes, total
 from ..quiet import LOGGER
 from .goals import Measure
 from .schedule import share
@@ -57,6 +58,7 @@ class Trained:
 class Together:
     """Train parameters of `made` on the batches of `fit`; what comes of it is kept where it helps on those of `held`.
 
+    A step learns from one batch of each process, so that many make fewer steps where the data are gone through in them.
     ends: the sums' nodes in both models, and how their states are compared. tokens: how many there are to fit on.
     """
 
@@ -73,18 +75,19 @@ class Together:
         known = dict(self.made.named_parameters())
         start = {n: known[n].detach() for n in self.names}
         start = {n: p.to(torch.promote_types(p.dtype, torch.float32)) for n, p in start.items()}
-        fit, held = ([self._pair(b) for b in batches] for batches in (self.fit, self.held or self.fit))
+        measured = self.held if anywhere(self.held) else self.fit
+        fit, held = ([self._pair(b) for b in batches] for batches in (self.fit, measured))
         before, leaves = self._mean(start, held), {n: v.clone().requires_grad_() for n, v in start.items()}
         optimizer = torch.optim.AdamW([group(v) for v in leaves.values()], betas=(0.9, 0.95), weight_decay=0.0)
-        steps = max(min(STEPS, self.tokens // TOKENS), EPOCHS * len(fit))
+        steps = max(min(STEPS, self.tokens // TOKENS), EPOCHS * max(everyone(len(fit))))
         started = time.perf_counter()
         for step in range(steps):
             loss = self._taught(leaves, fit[order(step, len(fit))], step)
-            if not math.isfinite(loss.item()):
+            if not math.isfinite(total(loss.item())):
                 continue
             slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
             for leaf, slope in zip(leaves.values(), slopes, strict=True):
-                leaf.grad = slope
+                leaf.grad = None if slope is None else total(slope) / processes()
             for row in optimizer.param_groups:
                 row["lr"] = row["initial_lr"] * share(step, steps, WARMUP)
             optimizer.step()
@@ -113,7 +116,8 @@ class Together:
 
     @torch.no_grad()
     def _mean(self, parameters: Mapping[str, Tensor], batches: Sequence[Pair]) -> float:
-        return float(torch.stack([self._error(parameters, b) for b in batches]).mean())
+        errors = [float(self._error(parameters, b)) for b in batches]
+        return total(float(sum(errors))) / total(len(errors))
 
     @cached_property
     def _runs(self) -> tuple[States, States]:
