@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from functools import cache, reduce
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 import lnrewrite as lnr
 import zoo
-from fuzz import judging, nets
+from fuzz import gates, judging, nets
 from fuzz.gates import ADDED, FORMS, GATES, MIXED, STORED
 from lnrewrite.ir import Network
 from lnrewrite.models.program import Program
 from tiers import rows
 
+WIDTH = 8
 DRAWN = [name for name in FORMS if name not in ADDED | MIXED]
 PLAIN = [gate for gate in GATES if gate != "spread"]
 SAME = [*product(ADDED, GATES), *product(DRAWN, PLAIN), *((m, g) for m, g in product(MIXED, PLAIN) if g in STORED)]
@@ -81,3 +84,47 @@ def test_a_file_is_read_as_the_plain_one(form: str, gate: str, tmp_path: Path) -
     assert blocks == seen(captured(form, gate).network, scales=False)
     found = program.module()(*inputs) if gate in STORED else net(*inputs)
     torch.testing.assert_close(zoo.floats(found)[0], zoo.floats(net(*inputs))[0], rtol=1e-5, atol=1e-5)
+
+
+class Joined(torch.nn.Module):
+    """Join two branches to a stream in one way."""
+
+    def __init__(self, form: gates.Form) -> None:
+        super().__init__()
+        self.norm, self.form = torch.nn.LayerNorm(WIDTH), form
+        self.w, self.g = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.form(x, self.w(self.norm(x)), self.g)
+        return self.form(x, self.w(self.norm(x)), self.g)
+
+
+ODD: dict[str, gates.Form] = {
+    "a small part": lambda x, f, g: x + x - 1e-11 * f,
+    "a number without end": lambda x, f, g: torch.where(g > 0.5, x + (f - x), -torch.inf),
+    "many terms": lambda x, f, g: sum((g * f for _ in range(100)), x),
+    "doubled": lambda x, f, g: reduce(lambda a, _: a + a, range(12), x + f),
+    "cut in training": lambda x, f, g: x + g * (f - x.detach()),
+    "dropped in training": lambda x, f, g: torch.lerp(x, x + F.dropout(f, 0.5, False), g),
+    "of a clamp": lambda x, f, g: (1 - g.clamp(-9, 9)) * x + g * (x + f),
+    "of its size": lambda x, f, g: (1 - g.abs()) * x + g * (x + f),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_only_seems_to_meet_is_left_as_it_is(name: str) -> None:
+    torch.manual_seed(0)
+    net = Joined(ODD[name]).double().eval()
+    with torch.no_grad():
+        net.w.weight *= 1e6 if name == "a small part" else 1
+        net.g[0] = -1.0 if name == "of its size" else net.g[0]
+        net.g[0] = 20.0 if name == "of a clamp" else net.g[0]
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    found = lnr.capture(net, (x,)).module()
+    torch.testing.assert_close(found(x), net(x), rtol=1e-12, atol=0, equal_nan=True)
+    if name == "cut in training":
+        grown = x.clone().requires_grad_()
+        want, got = (torch.autograd.grad(n(grown).sum(), grown)[0] for n in (net, found))
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    if name == "dropped in training":
+        assert not torch.equal(found.train()(x), found(x))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from math import isfinite
 
 import numpy as np
 
@@ -29,7 +30,7 @@ ANALYTIC = frozenset({
     "expand",
 })  # fmt: skip
 """Operators that are run to compare factors; what another one gives is drawn."""
-DEPTH, TRIALS, EQUAL, MOST = 8, 4, 1e-9, 32
+DEPTH, TRIALS, EQUAL, MOST = 8, 4, 1e-12, 32
 
 Expression = str | float | tuple["str | Expression", ...]
 """A value, a number, or an operator and its operands: add, sub, mul, div, and mask, which is 1 where a mask holds."""
@@ -59,7 +60,7 @@ def gathered(graph: OpGraph) -> Iterator[Gathered]:
         if op.kind in ROOTS and op.name not in taken | graph.constant and len(op.shape or ()) > 1:
             region = _region(graph, op)
             taken |= region
-            if len(region) > 1 or op.kind in SIGNED:
+            if len(region) <= MOST and (len(region) > 1 or op.kind in SIGNED):
                 yield from _Sum(graph, op.name, frozenset(region)).gathered()
 
 
@@ -107,7 +108,12 @@ class _Sum:
     def carries(self, x: str, terms: Mapping[Term, Expression]) -> bool:
         """Return whether a sum carries x on beside what weights compute from it; masks have to be stored."""
         graph, rest = self.graph, {name for term in terms if term != (x,) for name in term}
-        if x in graph.constant or x in rest or not same_shape(graph, x, self.total):
+        state, total = graph[x], graph[self.total]
+        if x in graph.constant or x in rest or state.dtype != total.dtype or not same_shape(graph, x, self.total):
+            return False
+        if any(
+            isinstance(a, int) != isinstance(b, int) for a, b in zip(state.shape or (), total.shape or (), strict=True)
+        ):
             return False
         if any(graph[name].dtype == "bool" for name in rest):
             return False
@@ -124,14 +130,13 @@ class _Sum:
         one, two, *rest = (*op.inputs, None)
         if op.kind in {"add", "sub", "rsub"}:
             signs = -1.0 if op.kind == "rsub" else 1.0, -1.0 if op.kind == "sub" else 1.0
-            return self.product(one, [((), signs[0])]) + self.product(two, [((), signs[1])])
+            return _few(self.product(one, [((), signs[0])]) + self.product(two, [((), signs[1])]))
         if op.kind == "neg":
             return self.product(one, [((), -1.0)])
         if op.kind == "where":
             held = self.factor(one, "mask")
-            return self.product(two, held) + self.product(
-                rest[0], [((), 1.0), *((t, _times(f, -1.0)) for t, f in held)]
-            )
+            unless = [((), 1.0), *((t, _times(f, -1.0)) for t, f in held)]
+            return _few(self.product(two, held) + self.product(rest[0], unless))
         if op.kind == "div" and isinstance(two, str) and two not in self.graph.constant:
             return [((name,), 1.0)]
         if op.kind == "div":
@@ -140,11 +145,9 @@ class _Sum:
         return self.product(one, self.factor(two)) if self.stored(two) else self.product(two, self.factor(one))
 
     def product(self, name: Operand, by: Sequence[tuple[Term, Expression]]) -> list[tuple[Term, Expression]]:
-        """Return the terms of a value times a factor. Raises Unknown for too many."""
+        """Return the terms of a value times a factor."""
         mine = self.terms(name) if name != 0 else []
-        if len(mine) * len(by) > MOST:
-            raise Unknown("a sum of too many terms")
-        return [(tuple(sorted(a + b)), _times(f, g)) for a, f in mine for b, g in by]
+        return _few([(tuple(sorted(a + b)), _times(f, g)) for a, f in mine for b, g in by])
 
     def factor(self, by: Operand, kind: str = "") -> list[tuple[Term, Expression]]:
         """Return an operand as a factor, less what repeats it."""
@@ -166,7 +169,7 @@ class _Sum:
         trials = [_Trial(self.graph, rng) for _ in range(TRIALS)]
         with np.errstate(all="ignore"):
             for guess in dict.fromkeys((0.0, 1.0, -1.0, *_leaves(factor))):
-                if all(_equal(trial.run(factor), trial.run(guess)) for trial in trials):
+                if all(trial.equal(factor, guess) for trial in trials):
                     return guess
         return factor
 
@@ -189,6 +192,20 @@ class _Trial:
         kind, *operands = factor
         values = [self.run(operand) for operand in operands]
         return values[0] if kind == "mask" else RUN[str(kind)](Op("", str(kind)), *values)
+
+    def equal(self, factor: Expression, guess: str | float) -> bool:
+        """Return whether a factor is a guess, within the rounding of what it adds up."""
+        try:
+            return bool(np.all(abs(self.run(factor) - self.run(guess)) <= EQUAL * self.size(factor)))
+        except ValueError:  # of shapes that do not go together
+            return False
+
+    def size(self, factor: Expression) -> Floats:
+        """Return what the parts of a factor add up to without their signs."""
+        if not isinstance(factor, tuple) or factor[0] == "mask":
+            return np.asarray(abs(self.run(factor)))
+        one, two = (self.size(operand) for operand in factor[1:])
+        return np.asarray(one * two if factor[0] == "mul" else one / two if factor[0] == "div" else one + two)
 
     def value(self, name: str, depth: int) -> Floats:
         """Return what a node gives."""
@@ -216,17 +233,17 @@ class _Trial:
         return self.keys[name]
 
 
-def _equal(one: Floats, two: Floats) -> bool:
-    try:
-        return bool(np.allclose(one, two, rtol=EQUAL, atol=EQUAL))
-    except ValueError:  # of shapes that do not go together
-        return False
+def _few(terms: list[tuple[Term, Expression]]) -> list[tuple[Term, Expression]]:
+    """Return terms. Raises Unknown where they are too many."""
+    if len(terms) > MOST:
+        raise Unknown("a sum of too many terms")
+    return terms
 
 
 def _number(value: Operand) -> float:
-    """Return an operand that is a number. Raises Unknown for none."""
-    if value is None:
-        raise Unknown("an operand that is not known")
+    """Return an operand that is a number. Raises Unknown for one that is not known, or not finite."""
+    if value is None or not isfinite(float(value)):
+        raise Unknown("an operand that is no finite number")
     return float(value)
 
 

@@ -189,9 +189,11 @@ def _met(view: OpGraph, total: fx.Node, found: Gathered) -> dict[str, fx.Node] |
     todo = list(total.all_input_nodes)
     while todo:
         node = todo.pop()
-        while node.name in view.alias and node.target not in TRAINED:
+        while node.op == "call_function" and node.name in view.alias and node.target not in TRAINED:
             node = node_of(node.args[0])
         name = view.alias.get(node.name, node.name)
+        if node.op == "get_attr":
+            continue
         if name in found.names:
             if met.setdefault(name, node) is not node:
                 return None
