@@ -6,21 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
-
+from lnrewrite.algebra.stored import gain_and_bias
 from lnrewrite.errors import Code, LnrewriteError, Refusal
 from lnrewrite.ir import (
     Edit,
     Exactness,
     FoldReader,
-    Gain,
     Kind,
-    Norm,
     Proposal,
     SetNorm,
     Site,
     Stream,
-    Value,
     Vectors,
     Where,
 )
@@ -88,7 +84,7 @@ class FoldAffine(Pass):
                 refusals.append(blocked)
             else:  # parallel blocks may hold one norm: its readers are folded with the first, its affine goes from each
                 try:
-                    scale, shift = _affine(site.norm, site.width or stream.width, context, vectors)
+                    scale, shift = gain_and_bias(site.norm, site.width or stream.width, context, vectors)
                 except LnrewriteError as error:
                     refusals.append(Refusal(Code.LN105, name, f"its gain is computed: {error.why}", error.remedy))
                     continue
@@ -109,15 +105,6 @@ class FoldAffine(Pass):
         if site.where is Where.FINAL and not self.final:
             return "the final norm is folded with final=true only"
         return _CARRIED.get(site.where, "")
-
-
-def _affine(norm: Norm, width: int, context: Context, vectors: Vectors) -> tuple[Value | None, Value | None]:
-    """Return a norm's gain and bias: as they are stored, or worked out. Raises LnrewriteError where that fails."""
-    if not norm.computed:
-        scale = Gain(norm.gamma, norm.plus_one) if norm.gamma is not None else None
-        return scale, Gain(norm.beta) if norm.beta is not None else None
-    gain = vectors.add(np.full(width, context.gain(norm))) if norm.gamma is not None else None
-    return gain, vectors.add(np.full(width, context.values(norm.beta).reshape(-1))) if norm.beta is not None else None
 
 
 def _blocked(name: str, site: Site) -> Iterator[Refusal]:

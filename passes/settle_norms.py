@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from lnrewrite.algebra.basis import Closed
+from lnrewrite.algebra.stored import gain_and_bias
 from lnrewrite.errors import Code, LnrewriteError, Refusal
 from lnrewrite.ir import (
     Block,
@@ -85,7 +86,8 @@ class SettleNorms(Pass):
             width, operations = site.width or stream.width, list[Operation]()
             try:
                 if site.norm.fixed:
-                    gain, shift = _affine(site.norm, width, context, vectors)
+                    gain, shift = gain_and_bias(site.norm, width, context, vectors)
+                    assert gain is not None  # the number is in it
                     if site not in done:  # parallel blocks may hold one norm
                         operations += _folded(stream, block, site, Center(width), gain, shift)
                     operations.append(SetNorm(site.where, None, index=place.number))
@@ -105,13 +107,6 @@ class SettleNorms(Pass):
                 done.add(site)
                 edits.append(Edit(place.target, tuple(operations), note=note, bound=bound))
         return Proposal(tuple(edits), refusals=tuple(refusals), vectors=vectors, otherwise="it is the norm it seems")
-
-
-def _affine(norm: Norm, width: int, context: Context, vectors: Vectors) -> tuple[Value, Value | None]:
-    """Return the gain, over the number that the norm divides by, and the bias, where it is not zero."""
-    gain = vectors.add(context.gain(norm) / (norm.fixed or 1.0) * np.ones(width))
-    beta = context.values(norm.beta).reshape(-1) * np.ones(width) if norm.beta else np.zeros(1)
-    return gain, vectors.add(beta) if beta.any() else None
 
 
 def _folded(

@@ -92,7 +92,7 @@ BESIDE = {
     "learned skip": "scale  skip *%select",
     "channel scales on the skip": "scale  skip *%select vector",
     "channels flipped on the trunk": "barrier carried flip",
-    "the state twice": "barrier added embedding",
+    "the state twice": "mlp pre scale=2.0",
     "a branch is an output": 'barrier written "an output"',
     "writer bias sliced": "barrier written linear",
     "tokens padded with ones": "barrier written pad_value",

@@ -107,3 +107,28 @@ def test_eight_bits_cost_less_after_the_preset() -> None:
     with net.Rounded():
         before, after = (demo.loss(p.module(), text, limit=2000) - plain for p in (program, turned))
     assert before > 0.1 and after < before / 10
+
+
+class Scaled(torch.nn.Module):
+    """Hold a block whose sum is scaled by a stored 1, as Gemma 4's are, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.one = torch.nn.Embedding(11, 8), torch.nn.Buffer(torch.ones(1))
+        self.norm, self.final = torch.nn.RMSNorm(8, eps=1e-6), torch.nn.RMSNorm(8, eps=1e-6)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        torch.nn.init.normal_(self.final.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = (x + self.down(torch.tanh(self.up(self.norm(x))))) * self.one
+        return torch.nn.functional.linear(self.final(x), self.embed.weight)
+
+
+def test_what_stored_numbers_hide_is_untied() -> None:
+    net = Scaled().eval()
+    ids = torch.arange(6).view(2, 3)
+    result = lnr.Pipeline.preset("quantize").run(lnr.capture(net, (ids,)), partial=True)
+    assert {step.text: step.edits for step in result.report.steps}["untie"] == 1
+    assert not result.report.refusals
+    assert error(result.program.module()(ids), net(ids)) < 1e-6

@@ -60,6 +60,8 @@ def factor(graph: OpGraph, op: Op, axis: int, at: str) -> tuple[str, Scale] | No
     for value, other in ((op.inputs[0], op.inputs[1]), (op.inputs[1], op.inputs[0])):
         if not isinstance(value, str) or value in graph.constant or (op.kind == "div" and value != op.inputs[0]):
             continue
+        while isinstance(other, str) and graph[other].kind == "expand" and graph[other].data:
+            other = graph[other].data[0]
         vector = graph.is_channel_vector(other, graph.width(op.name, axis), axis)
         if vector or graph.is_scalar(other):
             return value, _scale(graph, other, op, at, vector)

@@ -23,7 +23,6 @@ from ..backends.onnx.double import doubled, jittered
 from ..backends.onnx.editor import OnnxEditor
 from ..backends.onnx.file import ONE_FILE, bytes_of, check_finite, read, stamp
 from ..backends.onnx.inputs import drawn, example_inputs, spec_of_model
-from ..backends.onnx.lift import lift
 from ..backends.onnx.norms import RMS
 from ..backends.onnx.session import OnnxModule, load, runnable, worked_out
 from ..backends.onnx.spelled import respell
@@ -123,8 +122,7 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
 
     def _lift(self) -> OpGraph:
         with self._valid():
-            respell(self.model)
-            return lift(self.model)
+            return respell(self.model)
 
     @cached_property
     def detection(self) -> Detection:

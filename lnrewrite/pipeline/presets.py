@@ -11,7 +11,7 @@ PRESETS = {
     ),
     "quantize": (
         "outlying channels spread before quantisation",
-        "untie,propagate-constants,settle-norms,absorb-scales,fold-batchnorm,fold-embedding-norm,merge-norms,"
+        "propagate-constants,untie,settle-norms,absorb-scales,fold-batchnorm,fold-embedding-norm,merge-norms,"
         "canonicalize,fold-affine{final=true},layernorm-to-rmsnorm,rotate-stream",
     ),
     "fp16": ("values that overflow fp16", "absorb-scales,rescale-stream{fit=fp16}"),

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .branches import branch
 from .choices import Choices, Lean, Piece, gain, matrix, shift
+from .gates import FORMS, GATES, gated
 from .linears import linear
 from .norms import norm
 from .sums import LENGTHS, TRUNK, extras, held, joins
@@ -37,6 +38,9 @@ class Block(nn.Module):
             self.branches.append(branch(c.at("second"), WIDTH, axis))
             self.second_norm = norm(source.at("norm"), WIDTH, axis)
         join, extra = joins(axis)[shared_pick(c, shared, "join", joins(axis), 4)], c.pick("extra", extras(axis), 2)
+        gate = shared_pick(c, shared, "gate", ("none", *GATES), 1) if axis == -1 else "none"
+        if gate != "none":
+            join = gated(gate, shared.any("gated as", FORMS))
         self.where = (
             c.any("extra where", ("behind", "before", "in the branch", "before the norm")) if extra != "none" else ""
         )

@@ -1,17 +1,19 @@
 """Spell what adds to a value, or norms it, in the words that detection knows, as `backends.torch.sums` and `.sized` do.
 
-x - f            =  x + (-1) f         where one of them is the state that weights compute the other one from
 (g x) s          =  g (x s)            where s is a size of x alone, and g is computed from data
 x with f added   =  x + (0 with f added)   to some of its elements, where weights compute f from x
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
 
+from ...detect.gathered import Expression, gathered
+from ...detect.graph import OpGraph
+from .lift import lift
 from .norms import constant
 from .shapes import infer_shapes
 
@@ -21,33 +23,63 @@ SIZE = {
 }  # fmt: skip
 
 
-def respell(model: ir.Model) -> None:
-    """Replace such nodes of a model."""
-    if not any(node.op_type in SPELLINGS for node in model.graph):
-        return
-    infer_shapes(model)
-    place = {value: i for i, node in enumerate(model.graph) for value in node.outputs}
-    for node in list(model.graph):
-        if node.domain in ("", "ai.onnx") and (spelled := SPELLINGS.get(node.op_type)):
-            old = node.outputs[0]
-            if (new := spelled(model.graph, node, place)) is not None:
-                place[new] = place[old]
+def respell(model: ir.Model) -> OpGraph:
+    """Replace such nodes of a model, and then its sums by what they come to; return its neutral view."""
+    if any(node.op_type in SPELLINGS for node in model.graph):
+        infer_shapes(model)
+        place = {value: i for i, node in enumerate(model.graph) for value in node.outputs}
+        for node in list(model.graph):
+            if node.domain in ("", "ai.onnx") and (spelled := SPELLINGS.get(node.op_type)):
+                old = node.outputs[0]
+                if (new := spelled(model.graph, node, place)) is not None:
+                    place[new] = place[old]
+    view = lift(model)
+    return lift(model) if gather(model, view) else view
 
 
 Places = dict[ir.Value, int]
 """Which node of the graph gives a value, by its number."""
 
 
-def _minus(graph: ir.Graph, node: ir.Node, place: Places) -> ir.Value | None:
-    x, f = node.inputs
-    if x is None or f is None or x.dtype is None or not _alike(x, f, node.outputs[0]):
-        return None
-    state, branch = sorted((x, f), key=lambda value: place.get(value, -1))
-    later = any(place.get(user.outputs[0], -1) > place[node.outputs[0]] for user, _ in state.uses())
-    if later or state.is_graph_output() or not _weighed(state, branch, place):
-        return None
-    minus = constant(graph, f"lnrewrite.minus.{x.dtype.name.lower()}", np.array(-1, x.dtype.numpy()))
-    return _replace(graph, node, ir.node("Mul", [f, minus]), f, "Add", x)
+def gather(model: ir.Model, view: OpGraph) -> bool:
+    """Write the sums of a model whose terms stand in several places, or are subtracted, as what they come to."""
+    found = list(gathered(view))
+    values = dict(ir.convenience.create_value_mapping(model.graph)) if found else {}
+    for one in found:
+        node = values[one.total].producer()
+        assert node is not None
+        values[one.total] = _stand(model.graph, node, *_Written(model.graph, node, values).nodes(one.comes_to))
+    return bool(found)
+
+
+class _Written:
+    """Hold what writing one expression needs: the node that it comes to stand for, and the values by name."""
+
+    def __init__(self, graph: ir.Graph, node: ir.Node, values: Mapping[str, ir.Value]) -> None:
+        self.graph, self.old, self.values = graph, node.outputs[0], values
+        self.made: list[ir.Node] = []
+
+    def nodes(self, expression: Expression) -> list[ir.Node]:
+        """Return the nodes of an expression, the last one last."""
+        self.value(expression)
+        return self.made
+
+    def value(self, expression: Expression) -> ir.Value:
+        """Write an expression; of what stands in it alone, shapes are inferred."""
+        if isinstance(expression, str):
+            return self.values[expression]
+        kind = self.old.dtype
+        assert kind is not None
+        if isinstance(expression, float):
+            name = f"lnrewrite.number.{kind.name.lower()}.{expression!r}"
+            return constant(self.graph, name, np.array(expression, kind.numpy()))
+        operator, *operands = expression
+        inputs = [self.value(operand) for operand in operands]
+        made = ir.node(WRITTEN[str(operator)], inputs, {"to": kind} if operator == "mask" else None)
+        made.name = made.outputs[0].name = f"{self.old.name}.{len(self.made)}"
+        made.outputs[0].type = ir.TensorType(kind)
+        self.made.append(made)
+        return made.outputs[0]
 
 
 def _added(graph: ir.Graph, node: ir.Node, place: Places) -> ir.Value | None:
@@ -93,8 +125,7 @@ def _stacked(graph: ir.Graph, node: ir.Node, place: Places) -> ir.Value | None:
     if any(n is None or n.op_type != "Unsqueeze" or not _alike(n.inputs[0], old) for n in made):  # type: ignore[arg-type]
         return None
     x, f = (n.inputs[0] for n in made if n is not None)
-    last = ir.node("Add", [x, f], name=f"{node.name}.last")
-    return _stand(graph, node, last)
+    return _stand(graph, node, ir.node("Add", [x, f], name=f"{node.name}.last"))
 
 
 def _axes(node: ir.Node) -> list[int]:
@@ -126,11 +157,11 @@ def _replace(
     return _stand(graph, node, ir.node(operator, [other, made], name=f"{node.name}.last"))
 
 
-def _stand(graph: ir.Graph, node: ir.Node, last: ir.Node) -> ir.Value:
-    """Let what a new node gives stand for what another gives."""
-    old, result = node.outputs[0], last.outputs[0]
+def _stand(graph: ir.Graph, node: ir.Node, *made: ir.Node) -> ir.Value:
+    """Let what the last of new nodes gives stand for what another gives."""
+    old, result = node.outputs[0], made[-1].outputs[0]
     result.shape, result.type, name = old.shape, old.type, old.name
-    graph.insert_before(node, last)
+    graph.insert_before(node, made)
     ir.convenience.replace_all_uses_with(old, result, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     result.name = name
@@ -194,6 +225,7 @@ def _alike(first: ir.Value, *others: ir.Value) -> bool:
     return True
 
 
+WRITTEN = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "mask": "Cast"}
 SPELLINGS = {
-    "Sub": _minus, "Gemm": _added, "ReduceSum": _stacked, "Mul": _sized, "Div": _sized, "ScatterElements": _scattered,
+    "Gemm": _added, "ReduceSum": _stacked, "Mul": _sized, "Div": _sized, "ScatterElements": _scattered,
 }  # fmt: skip

@@ -16,6 +16,7 @@ from ...compat.torch import TreeSpec, input_tree, operator_name, output_tree, py
 from ...ir.inputs import Input, content_of
 from ...recipe.runtime import holder_of
 from .functional import functional, respell
+from .sums import gather
 
 DROPOUT = torch.ops.aten.dropout.default
 CLONE = torch.ops.aten.clone.default
@@ -124,6 +125,7 @@ def unlift(program: ExportedProgram, names: tuple[str, ...], frozen: str = "") -
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
     respell(module.graph)
+    gather(module)
     signature = _drop_constants(module, names, frozen)
     captured = CapturedModule(module, module.graph, "CapturedModule")
     captured.meta.update(module.meta)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
 from torch.fx.node import Argument, Target
 
 from ...compat.torch import OpOverload, operator_name
+from ...detect.gathered import Expression, Gathered, gathered
+from ...detect.graph import OpGraph
+from .lift import lift
 
 aten = torch.ops.aten
 PRODUCTS = {"linear", "mm", "bmm", "matmul", "addmm", "einsum", "convolution", "conv1d", "conv2d"}
@@ -22,15 +25,15 @@ def node_of(value: object) -> fx.Node:
     return value
 
 
-def made(node: fx.Node, target: OpOverload, *args: Argument) -> fx.Node:
+def made(node: fx.Node, target: OpOverload, *args: Argument, **kwargs: Argument) -> fx.Node:
     """Return a new call right before `node`, in the same module; neither stands as such at a line of the source."""
     with node.graph.inserting_before(node):
-        call = node.graph.call_function(target, args)
+        call = node.graph.call_function(target, args, kwargs)
     call.meta = {**node.meta, "custom": dict(node.meta.get("custom") or {})}
     for each in (node, call):
         each.meta.pop("stack_trace", None)
     with torch.no_grad():
-        call.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        call.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
     return call
 
 
@@ -58,16 +61,11 @@ def add(node: fx.Node) -> Spelled:
 
 
 def minus(node: fx.Node) -> Spelled:
-    """x - alpha f, where x or f is the state that the other one is computed from by weights."""
+    """x - alpha f, or f - alpha x."""
     (x, f), alpha = node.args[:2], node.kwargs.get("alpha", 1)
-    x, f = (f, x) if node.target is aten.rsub.Tensor else (x, f)
-    if not (isinstance(x, fx.Node) and isinstance(f, fx.Node) and isinstance(alpha, int | float)):
-        return _same(node)
-    state, branch = sorted((x, f))
-    shapes = {str(n.meta["val"].shape) for n in (x, f, node)}  # sizes that are symbols have no hash
-    if len(shapes) > 1 or node.meta["val"].dim() < 2 or any(node < user for user in state.users):
-        return _same(node)  # a state that is read again: a step towards a target, x + a (h - x)
-    return _plus(node, x, _times(node, f, -alpha)) if _weighed(state, branch) else _same(node)
+    if node.target is aten.rsub.Tensor:
+        x, f = f, x
+    return (aten.sub.Tensor, (x, _times(node, f, alpha)), {}) if alpha != 1 and isinstance(f, fx.Node) else _same(node)
 
 
 def scattered(node: fx.Node) -> Spelled:
@@ -146,3 +144,61 @@ SUMS: dict[Target, Callable[[fx.Node], Spelled]] = {
     aten.sum.dim_IntList: stacked, aten.mean.dim: stacked, aten.sub.Tensor: minus, aten.rsub.Tensor: minus,
     aten.scatter_add.default: scattered,
 }  # fmt: skip
+
+
+TRAINED = {aten.dropout.default, aten.detach.default}
+"""Operators that hand their input on as it is, but not in training."""
+WRITTEN = {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor, "div": aten.div.Tensor}
+
+
+def gather(module: fx.GraphModule) -> None:
+    """Write the sums of a module whose terms stand in several places, or are subtracted, as what they come to."""
+    view = lift(module)
+    nodes = {node.name: node for node in module.graph.nodes}
+    for found in list(gathered(view)):
+        total = nodes[found.total]
+        values = _met(view, total, found)
+        if values is None or not isinstance(found.comes_to, tuple):
+            continue
+        operator, *operands = found.comes_to
+        arguments = [_written(total, operand, nodes | values) for operand in operands]
+        total.target, total.args, total.kwargs = WRITTEN[str(operator)], tuple(arguments), {}
+    module.graph.eliminate_dead_code(lambda node: node.op == "get_attr" or node.is_impure())
+
+
+def _written(total: fx.Node, expression: Expression, values: Mapping[str, fx.Node]) -> Argument:
+    """Write an expression right before a node."""
+    if isinstance(expression, float):
+        return expression
+    if isinstance(expression, str):
+        return values[expression]
+    operator, *operands = expression
+    first, *rest = (_written(total, operand, values) for operand in operands)
+    if operator == "mask":
+        return made(total, aten._to_copy.default, first, dtype=total.meta["val"].dtype)
+    if isinstance(first, float) and operator == "sub":
+        return made(total, aten.rsub.Scalar, *rest, first)
+    if isinstance(first, float) and operator == "div":
+        return made(total, aten.mul.Tensor, made(total, aten.reciprocal.default, *rest), first)
+    return made(total, WRITTEN[str(operator)], *([first, *rest] if not isinstance(first, float) else [*rest, first]))
+
+
+def _met(view: OpGraph, total: fx.Node, found: Gathered) -> dict[str, fx.Node] | None:
+    """Return the nodes that a sum is made of, by name; None where training makes two of one, or drops of a part."""
+    met: dict[str, fx.Node] = {}
+    todo = list(total.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        while node.op == "call_function" and node.name in view.alias and node.target not in TRAINED:
+            node = node_of(node.args[0])
+        name = view.alias.get(node.name, node.name)
+        if node.op == "get_attr":
+            continue
+        if name in found.names:
+            if met.setdefault(name, node) is not node:
+                return None
+        elif name in found.region:
+            if name != node.name:
+                return None
+            todo += node.all_input_nodes
+    return met
