@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lnrewrite as lnr
@@ -128,3 +128,22 @@ def test_what_only_seems_to_meet_is_left_as_it_is(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     if name == "dropped in training":
         assert not torch.equal(found.train()(x), found(x))
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_long_sums_are_looked_at_once(twice: bool) -> None:
+    """A sum that is added to itself again and again has a million ways back, and a long one more steps than a stack."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.map = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.map(self.norm(x))
+            y = x
+            for _ in range(40 if twice else 400):
+                y = y + (y if twice else x)
+            return y + self.map(self.norm(y))
+
+    assert len(lnr.capture(Net(), args=(torch.randn(2, 3, 8),)).network.blocks) == 2

@@ -69,7 +69,8 @@ def _region(graph: OpGraph, total: Op) -> set[str]:
     region, todo = {total.name}, list(total.data)
     while todo:
         op = graph[todo.pop()]
-        if op.kind in REGION and op.name not in graph.constant and region.issuperset(graph.users[op.name]):
+        inner = op.kind in REGION and op.name not in region | graph.constant
+        if inner and region.issuperset(graph.users[op.name]):
             region.add(op.name)
             todo += op.data
     return region

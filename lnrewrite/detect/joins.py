@@ -74,7 +74,7 @@ def flattens(graph: OpGraph, name: str, whole: Container[str]) -> bool:
         return False
     user = graph[users[0]]
     same = user.kind == "add" and len(user.data) == 2 and same_shape(graph, name, user.name)
-    return same and user.name not in whole
+    return same and user.data.count(name) == 1 and user.name not in whole  # a sum twice is no part
 
 
 def summands(graph: OpGraph, total: str, whole: Container[str]) -> list[tuple[str, str]]:
