@@ -209,6 +209,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what the run cost, and the tests that cost most."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     total = sum(WORKERS) + own.ru_utime + own.ru_stime if WORKERS else _spent()
-    dear = sorted(COSTS.items(), key=lambda row: -row[1])[:10]
+    dear = sorted(COSTS.items(), key=lambda row: -row[1])[:40]
     rows = "".join(f"\n{seconds:8.1f} s  {name}" for name, seconds in dear if seconds > 5)
     terminalreporter.write_line(f"CPU: {total:.0f} s of user and system time in {len(COSTS)} tests{rows}")

@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 NO_CODE = "LN999"  # the example of a code that does not exist
 PAGES = pages.pages()
 RUN = [page for page in PAGES if {b.language for b in pages.blocks(page)} & {"console", "python", "json"}]
-SAMPLE = [ROOT / page for page in ("README.md", "docs/concepts/refusals.md", "docs/reference/json.md")]
+SAMPLE = [ROOT / page for page in ("README.md", "docs/concepts/refusals.md")]
 
 
 def between(marker: str) -> str:
