@@ -173,6 +173,7 @@ def test_rewritten_folder(folder: Path, tmp_path: Path) -> None:
     assert counts(tmp_path / "output.onnx")["GroupQueryAttention"] == 2
 
 
+@pytest.mark.exhaustive
 def test_half_precision_is_what_is_asked_for(tmp_path: Path) -> None:
     """A model held in bfloat16, which no CPU session runs, is written in the type that is given; it stays as it was."""
     model = model_of("llama").to(torch.bfloat16)

@@ -104,6 +104,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_command(checkpoint: Path, tmp_path: Path) -> None:
     """The command writes the parts, as half precision too, and `generate` chooses the tokens of the model."""
     ok("export", checkpoint, "-o", folder := tmp_path / "served", "--target", "cpu")
@@ -166,6 +167,7 @@ def spoilt(files: dict[str, ir.Model]) -> Iterator[tuple[str, dict[str, ir.Model
         yield what, made
 
 
+@pytest.mark.exhaustive
 def test_what_is_wrong_is_seen() -> None:
     """Generation sees a mask, a cache and a relative bias that are not the model's."""
     held = encoder_decoder(model_of("t5"))

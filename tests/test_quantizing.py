@@ -72,6 +72,7 @@ def test_without_a_cache(tmp_path: Path) -> None:
     assert any("12 products by MatMulNBits, 1 more" in note for note in report.notes), report.notes
 
 
+@pytest.mark.exhaustive
 def test_parts(tmp_path: Path) -> None:
     """Every part of an encoder and its decoder is quantized; how far they generate alike is told, not judged."""
     report = lnr.export_model(

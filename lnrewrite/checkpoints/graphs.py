@@ -17,6 +17,7 @@ from onnx.external_data_helper import uses_external_data
 from ..backends.onnx.branches import chosen, taken_apart
 from ..backends.onnx.file import data_names, read
 from ..backends.torch.crossed import FIRST, LATER
+from ..errors import Code, LnrewriteError
 from ..files.output import check_folder
 from ..ir import Exactness
 from ..kernels.library import find
@@ -91,19 +92,29 @@ Graphs = dict[str, Callable[[], OnnxProgram]]
 
 
 def _graphs(source: Source) -> Graphs:
-    """Return the graphs of a folder; a decoder that was merged is two. Raises as reading a file does."""
-    found = Graphs()
+    """Return the graphs of a folder; a decoder that was merged is two, unless they lie there besides.
+
+    Raises as reading a file does.
+    """
+    made, parts = Graphs(), Graphs()
     for path in source.graphs:
         if chosen(read(path, str(path))):
-            found |= {f"{name}.onnx": partial(_opened, source, path, i) for i, name in enumerate((FIRST, LATER))}
+            if parts:
+                why = "it holds two files with two graphs each"
+                raise LnrewriteError(Code.LN034, f"folder {source.name!r}", why, "keep one of them in it")
+            parts |= {f"{name}.onnx": partial(_part, source, path, i) for i, name in enumerate((FIRST, LATER))}
         else:
-            found[path.name] = partial(_opened, source, path)
-    return found
+            made[path.name] = partial(_opened, source, path)
+    return parts | made
 
 
-def _opened(source: Source, path: Path, part: int | None = None) -> OnnxProgram:
-    how = path, str(path), source.how.inputs, source.how.seed, tokenizer_of(source)
-    return OnnxProgram.open(*how) if part is None else OnnxProgram.of(taken_apart(read(path, str(path)))[part], *how)
+def _opened(source: Source, path: Path) -> OnnxProgram:
+    return OnnxProgram.open(path, str(path), source.how.inputs, source.how.seed, tokenizer_of(source))
+
+
+def _part(source: Source, path: Path, index: int) -> OnnxProgram:
+    part = taken_apart(read(path, str(path)))[index]
+    return OnnxProgram.of(part, str(path), source.how.inputs, source.how.seed, tokenizer_of(source))
 
 
 def _ordered(graphs: Graphs) -> Graphs:

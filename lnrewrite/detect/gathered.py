@@ -244,7 +244,7 @@ def _few(terms: list[tuple[Term, Expression]]) -> list[tuple[Term, Expression]]:
 def _number(value: Operand) -> float:
     """Return an operand that is a number. Raises Unknown for one that is not known, or not finite."""
     if value is None or not isfinite(float(value)):
-        raise Unknown("an operand that is no finite number")
+        raise Unknown("an operand that is not a finite number")
     return float(value)
 
 

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import onnx_ir as ir
 import torch
@@ -92,19 +92,20 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
             why = "its network stands in both branches of an If, which an input chooses"
             remedy = "give its folder to `opt`, `convert` or `export`, with a folder as OUT: it becomes two files there"
             raise LnrewriteError(Code.LN034, f"model {name!r}", why, remedy)
-        return cls.of(model, path, name, inputs, seed, tokenizer)
+        made = cls.of(model, name, inputs, seed, tokenizer)
+        made._file = path, name
+        return made
 
     @classmethod
     def of(
-        cls, model: ir.Model, path: Path, name: str, inputs: Given = None, seed: int = 0,
-        tokenizer: Tokenizer | None = None,
-    ) -> Self:  # fmt: skip
-        """Take a model over that was read from a file: see `open`."""
+        cls, model: ir.Model, name: str, inputs: Given = None, seed: int = 0, tokenizer: Tokenizer | None = None
+    ) -> Self:
+        """Take a model over that was read from a file, or is a part of one: see `open`."""
         check_finite(model, name)
         LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
         plain = any(n.op_type == RMS for n in model.graph)
         style = "cuda" if split(model) else "as it is" if plain else "generic"
-        made = cls(model, style=style, given=_named(model, inputs, seed), file=(path, name))
+        made = cls(model, style=style, given=_named(model, inputs, seed))
         made.tokenizer = tokenizer
         return made
 
@@ -260,6 +261,12 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
             self.model.graph.initializers[name].const_value = ir.tensor(value, name=name)
         return self._as(self.model, self.done), rows, notes
 
+    def become(self, kind: type[OnnxT]) -> OnnxT:
+        """Return this program as one of a subclass."""
+        made = kind(self.model, style=self.style, given=self._given, done=self.done, file=self._file)
+        made.tokenizer = self.tokenizer
+        return made
+
     def _as(self, model: ir.Model, done: tuple[str, ...]) -> Self:
         """Return a model made of this one, with all that is told of it."""
         made = type(self)(model, style=self.style, given=self._given, done=done)
@@ -302,6 +309,9 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         from ..export.writer import export
 
         return export(self, path, **how)
+
+
+OnnxT = TypeVar("OnnxT", bound=OnnxProgram)
 
 
 def _judge(model: ir.Model, wide: bool) -> OnnxModule:

@@ -62,8 +62,8 @@ class Twin(OnnxProgram):
     @classmethod
     def on(cls, program: OnnxProgram, tape: Tape) -> Self:
         """Return a program that reads or writes a tape."""
-        made = cls(program.model, style=program.style, given=program._given, done=program.done, file=program._file)
-        made.tape, made.tokenizer = tape, program.tokenizer
+        made = program.become(cls)
+        made.tape = tape
         return made
 
     def _as(self, model: ir.Model, done: tuple[str, ...]) -> Self:
@@ -99,7 +99,7 @@ class Leader(Twin):
         changed = {name for row in rows for name in row.weights}
         if left := changed - set(_names(made.network)):
             _other(f"fitting changed {', '.join(sorted(left))}, which is not in the picture of its graphs")
-        values = [made._known(name).numpy() if name in changed else None for name in _names(made.network)]
+        values = [_stored(made, name) if name in changed else None for name in _names(made.network)]
         self.tape.told.append(("fitted", (values, rows, notes)))
         return made, rows, notes
 
@@ -163,6 +163,13 @@ def _names(network: Network) -> list[str]:
 def _shape(network: Network) -> list[tuple[str, object]]:
     """Return a picture without names."""
     return [(at, "" if type(value) is str else value) for at, value in _walked(network)]
+
+
+def _stored(program: OnnxProgram, name: str) -> Any:
+    """Return a parameter as the graph stores it."""
+    value = program.model.graph.initializers[name].const_value
+    assert value is not None, name
+    return value.numpy()
 
 
 def _digest(program: OnnxProgram, name: str) -> str:
