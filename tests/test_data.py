@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lnrewrite as lnr
-from lnrewrite.backends.inputs import Tensors
-from lnrewrite.data.batches import load_data, synthetic
+from lnrewrite.backends.inputs import Tensors, spec_of
+from lnrewrite.data.batches import Data, load_data, synthetic
 from lnrewrite.errors import LnrewriteError
 
 EXAMPLE = {"x": torch.zeros(2, 16, 4), "ids": torch.zeros(2, 16, dtype=torch.int64), "flag": True}
@@ -64,6 +64,19 @@ def test_one_array_goes_to_the_only_input(tmp_path: Path) -> None:
     assert batch["input_ids"].tolist() == np.arange(48).reshape(3, 16).tolist()
     error = fails(tmp_path / "d.npy")
     assert "1 unnamed array" in error.why and "x float32[2, 16, 4]" in error.why
+
+
+def test_an_array_of_tokens_says_what_follows_from_them(tmp_path: Path) -> None:
+    """Positions and segments are looked up in tables too, and are no tokens."""
+    names = {"input_ids": 64, "position_ids": 32, "token_type_ids": 2, "attention_mask": 0}
+    example = {name: torch.zeros(2, 16, dtype=torch.int64) for name in names}
+    np.save(tmp_path / "d.npy", np.arange(48).reshape(3, 16))
+    data = Data(str(tmp_path / "d.npy"), spec_of(example, {n: {0: "batch"} for n in names}, names))
+    (batch,) = data.batches(0)
+    want = torch.arange(48).reshape(3, 16)
+    assert batch["input_ids"].tolist() == want.tolist()
+    assert batch["position_ids"].tolist() == [list(range(16))] * 3
+    assert not batch["token_type_ids"].any() and batch["attention_mask"].all()
 
 
 def test_free_and_fixed_axes(tmp_path: Path) -> None:

@@ -44,12 +44,16 @@ def captured(form: str, gate: str) -> Program:
 
 
 def seen(network: Network, scales: bool = True) -> list[object]:
-    """Return what a picture says of blocks, but for how their factors are called."""
+    """Return what a picture says of blocks, but for how their factors are called.
+
+    A map without a bias is `linear` in torch and `matmul` in a file.
+    """
     assert not network.refusals
+    barriers = [{(x.at, x.op.replace("matmul", "linear")) for x in b.barriers} for b in network.blocks]
     sizes = [(b.scale, {s.at for s in b.scales}) if scales else () for b in network.blocks]
     return [
-        (b.placement, len(b.readers), len(b.writers), b.barriers, size)
-        for b, size in zip(network.blocks, sizes, strict=True)
+        (b.placement, len(b.readers), len(b.writers), held, size)
+        for b, held, size in zip(network.blocks, barriers, sizes, strict=True)
     ]
 
 

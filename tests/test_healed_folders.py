@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -118,6 +119,25 @@ def test_a_folder_comes_out_that_computes_what_was_healed(
         assert (out / "config.json").read_text() == (student / "config.json").read_text()
         names = [{p.name for p in folder.iterdir()} for folder in (out, student)]
         assert names[0] == names[1]
+
+
+FORMS = ("tokens.npy", "rows.npy", "tokens.bin", "ids.npz")
+
+
+@pytest.mark.parametrize(("name", "form"), rows([(n, f) for n in CONVERTED for f in FORMS], sample=[]))
+def test_tokens_are_read_whatever_they_lie_in(name: str, form: str, made: Path, tmp_path: Path) -> None:
+    """Positions are looked up in a table as tokens are: they are none, take no random ids, and follow from tokens."""
+    tokens = np.random.default_rng(0).integers(3, 60, 16 * 400).astype(np.uint16)
+    path, cut = tmp_path / form, tokens.reshape(400, 16)
+    if form == "tokens.bin":
+        tokens.tofile(path)
+    elif form == "ids.npz":
+        np.savez(path, input_ids=cut)
+    else:
+        np.save(path, tokens if form == "tokens.npy" else cut)
+    how = ("--data", path, "--held-out", path, *HOW[:-1], "--rehearse", 0.5, "-o", tmp_path / "healed", "--json")
+    told = json.loads(ok("heal", made / name, converted(made, name, "peri"), *how).stdout)
+    assert told["unit"] == "nats" and told["losses"]["control"]["mean"] > 1
 
 
 def test_nothing_is_written_where_the_folder_would_not_open_as_healed(

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..backends.inputs import DTYPES, FreeAxes, Tensors, check, check_numbers, draw_one, spec_of
+from ..backends.inputs import DTYPES, FreeAxes, Tensors, as_tensor, check, check_numbers, draw_one, spec_of
 from ..backends.torch.fixed import elsewhere, other_path
 from ..errors import Code, LnrewriteError, code_of_others, told, words
 from ..files.output import named_path
@@ -72,7 +73,7 @@ class Data:
     def of(cls, program: HasSpec, name: str, length: int | None = None) -> Data:
         """Return DATA as a program reads it: bytes, where its one input of ids has 256 rows and it has no tokenizer."""
         spec = program.spec
-        byte_level = len(spec.rows) == 1 and set(spec.rows.values()) == {256} and not program.tokenizer
+        byte_level = list(spec.vocabularies.values()) == [256] and not program.tokenizer
         return cls(name, spec, program.tokenizer, byte_level, length)
 
     def bad(self, why: str, remedy: str) -> LnrewriteError:
@@ -119,9 +120,17 @@ class Data:
     def fitted(self, held: object) -> Tensors:
         """Return what a file or an item of an iterable holds as the model takes it; the first axis counts samples."""
         what = f"data {self.name!r}"
+        if self.tokens(held):
+            held = self.of_ids(as_tensor(held, what))
         found = check(self.spec.of_samples(), held if isinstance(held, Mapping | tuple | list) else [held], what)
         check_numbers(self.spec, found, what)
         return found
+
+    def tokens(self, held: object) -> bool:
+        """Return whether an array is one of tokens, and the model takes more than those, which follows from them."""
+        if not isinstance(held, Tensor | np.ndarray) or not len(self.spec.vocabularies) == 1 < len(self.spec.inputs):
+            return False
+        return not as_tensor(held, self.name).is_floating_point()
 
     def _cut(self, arrays: Tensors, least: int) -> list[Tensors]:
         """Split arrays along axis 0; a remainder that a fixed batch size cannot hold is left out."""
@@ -202,7 +211,7 @@ class Data:
             return _positions(rows, self.end)
         if name.endswith(("ids", "tokens")):
             return rows
-        raise self.bad(f"text gives no values for the input {name}", "give all inputs, as .npz or .pt")
+        raise self.bad(f"tokens give no values for the input {name}", "give all inputs, as .npz or .pt")
 
     def _tokenized(self, text: str, folder: Loads | str, length: int) -> Tensor:
         """Tokenize a text into full windows [count, length], each with the special tokens that the tokenizer adds."""

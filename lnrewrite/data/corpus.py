@@ -63,7 +63,7 @@ class Corpus:
     @property
     def rows(self) -> int:
         """Return how many rows the model's table of tokens has."""
-        limits = set(self.data.spec.rows.values())
+        limits = set(self.data.spec.vocabularies.values())
         if len(limits) != 1:
             why = f"the model looks up {len(limits)} kinds of ids, and tokens are one"
             raise self.data.bad(why, "give all inputs, as .npz or .pt")
@@ -87,7 +87,7 @@ class Corpus:
 
     def check(self, tokens: Tensor) -> None:
         """Raise LnrewriteError LN022 where the model has no row for a token."""
-        for name, limit in self.data.spec.rows.items():
+        for name, limit in self.data.spec.vocabularies.items():
             check_ids(name, limit, tokens, self.data.name)
 
     def encoded(self, pieces: Iterable[Piece]) -> Run:

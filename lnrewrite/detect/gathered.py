@@ -6,34 +6,27 @@ x + m f             lerp(x, x + f, m), (1 - m) x + m (x + f), where(m, x + f, x)
 (1 - m) x + m f     x + m (f - x), x - m (x - f)
 x + (-1) f          x - f
 
-Factors are compared by numbers: they are analytic in what they are made of, and equal where they are equal at random.
+Factors are compared by numbers (`factors`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from math import isfinite
 
 import numpy as np
 
-from .arithmetic import RUN, Floats, Unknown
-from .graph import RANDOM, Op, Operand, OpGraph
+from .arithmetic import Unknown
+from .factors import DEPTH, Expression, Trial, leaves
+from .graph import Op, Operand, OpGraph
 from .joins import WEIGHTED, same_shape
 
 ROOTS = frozenset({"add", "sub", "rsub", "where", "neg"})
 SIGNED = frozenset({"sub", "rsub", "neg"})
 REGION = ROOTS | {"mul", "div"}
-ANALYTIC = frozenset({
-    "add", "sub", "rsub", "mul", "div", "neg", "square", "reciprocal", "exp", "sigmoid", "tanh", "erf", "reshape",
-    "expand",
-})  # fmt: skip
-"""Operators that are run to compare factors; what another one gives is drawn."""
-DEPTH, TRIALS, EQUAL, MOST = 8, 4, 1e-12, 32
-
-Expression = str | float | tuple["str | Expression", ...]
-"""A value, a number, or an operator and its operands: add, sub, mul, div, and mask, which is 1 where a mask holds."""
+TRIALS, MOST = 4, 32
 
 Term = tuple[str, ...]
 """Values that are multiplied, in the order of their names; none are the number 1."""
@@ -50,7 +43,7 @@ class Gathered:
     @property
     def names(self) -> frozenset[str]:
         """Return the values that it is made of."""
-        return frozenset(name for name in _leaves(self.comes_to) if isinstance(name, str))
+        return frozenset(name for name in leaves(self.comes_to) if isinstance(name, str))
 
 
 def gathered(graph: OpGraph) -> Iterator[Gathered]:
@@ -154,10 +147,27 @@ class _Sum:
         """Return an operand as a factor, less what repeats it."""
         if not self.stored(by):
             return self.terms(by)
-        while isinstance(by, str) and self.graph[by].kind == "expand" and self.graph[by].data:
-            by = self.graph[by].data[0]
-        found = by if isinstance(by, str) else _number(by)
+        found = self.unspread(by)
         return [((), (kind, found) if kind else found)]
+
+    def unspread(self, by: Operand, depth: int = DEPTH) -> Expression:
+        """Return a stored value without what repeats it, or what it is made of."""
+        if not isinstance(by, str):
+            return _number(by)
+        op = self.graph[by]
+        if op.kind == "expand" and op.data:
+            return self.unspread(op.data[0], depth)
+        if depth and op.kind in SIGNED | {"add", "mul", "div"}:
+            one, *rest = found = [self.unspread(i, depth - 1) for i in op.inputs[:2]]
+            if found != list(op.inputs[:2]):
+                return (
+                    ("mul", one, -1.0)
+                    if op.kind == "neg"
+                    else ("sub", *rest, one)
+                    if op.kind == "rsub"
+                    else (op.kind, *found)
+                )
+        return by
 
     def stored(self, name: Operand) -> bool:
         return not isinstance(name, str) or name in self.graph.constant
@@ -167,71 +177,12 @@ class _Sum:
         if isinstance(factor, str):
             return factor
         rng = np.random.default_rng(0)
-        trials = [_Trial(self.graph, rng) for _ in range(TRIALS)]
+        trials = [Trial(self.graph, rng) for _ in range(TRIALS)]
         with np.errstate(all="ignore"):
-            for guess in dict.fromkeys((0.0, 1.0, -1.0, *_leaves(factor))):
+            for guess in dict.fromkeys((0.0, 1.0, -1.0, *leaves(factor))):
                 if all(trial.equal(factor, guess) for trial in trials):
                     return guess
         return factor
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Run factors on numbers drawn for what they are made of; the same expression twice is one number."""
-
-    graph: OpGraph
-    rng: np.random.Generator
-    drawn: dict[object, Floats] = field(default_factory=dict)
-    keys: dict[str, object] = field(default_factory=dict)
-
-    def run(self, factor: Expression) -> Floats:
-        """Return what a factor is. Masks are any number: what is 1 and 0 is linear in them."""
-        if isinstance(factor, str):
-            return self.value(factor, DEPTH)
-        if isinstance(factor, float):
-            return np.asarray(factor)
-        kind, *operands = factor
-        values = [self.run(operand) for operand in operands]
-        return values[0] if kind == "mask" else RUN[str(kind)](Op("", str(kind)), *values)
-
-    def equal(self, factor: Expression, guess: str | float) -> bool:
-        """Return whether a factor is a guess, within the rounding of what it adds up."""
-        try:
-            return bool(np.all(abs(self.run(factor) - self.run(guess)) <= EQUAL * self.size(factor)))
-        except ValueError:  # of shapes that do not go together
-            return False
-
-    def size(self, factor: Expression) -> Floats:
-        """Return what the parts of a factor add up to without their signs."""
-        if not isinstance(factor, tuple) or factor[0] == "mask":
-            return np.asarray(abs(self.run(factor)))
-        one, two = (self.size(operand) for operand in factor[1:])
-        return np.asarray(one * two if factor[0] == "mul" else one / two if factor[0] == "div" else one + two)
-
-    def value(self, name: str, depth: int) -> Floats:
-        """Return what a node gives."""
-        key = self.key(name, depth)
-        if key not in self.drawn:
-            self.drawn[key] = self.made(self.graph[name], depth)
-        return self.drawn[key]
-
-    def made(self, op: Op, depth: int) -> Floats:
-        if op.kind in ANALYTIC and depth:
-            try:
-                values = [self.value(i, depth - 1) if isinstance(i, str) else i for i in op.inputs]
-                return np.asarray(RUN[op.kind](op, *values))
-            except (Unknown, TypeError, ValueError):
-                pass
-        return self.rng.normal(size=[d if isinstance(d, int) else 2 + len(d) % 3 for d in op.shape or ()])
-
-    def key(self, name: str, depth: int) -> object:
-        """Return what tells a node from those that give something else."""
-        if name not in self.keys:
-            op, plain = self.graph[name], name
-            known = depth and op.data and op.kind not in RANDOM
-            read = tuple(self.key(i, depth - 1) if isinstance(i, str) else i for i in op.inputs) if known else ()
-            self.keys[name] = (op.kind, read, str(op.attrs), op.shape) if known else plain
-        return self.keys[name]
 
 
 def _few(terms: list[tuple[Term, Expression]]) -> list[tuple[Term, Expression]]:
@@ -246,15 +197,6 @@ def _number(value: Operand) -> float:
     if value is None or not isfinite(float(value)):
         raise Unknown("an operand that is not a finite number")
     return float(value)
-
-
-def _leaves(factor: Expression) -> Iterator[str | float]:
-    """Yield the values and the numbers that a factor is made of."""
-    if isinstance(factor, tuple):
-        for operand in factor[1:]:
-            yield from _leaves(operand)
-    else:
-        yield factor
 
 
 def _product(term: Term) -> Expression:

@@ -96,14 +96,14 @@ class Objective:
     @classmethod
     def of(cls, program: Program, example: Tensors, run: Callable[[Tensors], object] | None = None) -> Self:
         """Look at a model, and run it, to tell what it is trained on; `run` is what runs it, else its module."""
-        for name in program.id_limits():
+        for name in program.spec.vocabularies:
             if name in example and example[name].dim() == 2 and example[name].shape[1] < 2:
                 why = "its sequences have only one token"
                 raise LnrewriteError(Code.LN022, f"data: {name}", why, "give longer sequences (--length)")
         kinds = [site.norm.kind for s in program.network.streams for _, site in s.sites()]
         masks = tuple(n for n, t in example.items() if "mask" in n and t.dim() == 2)
         run = run or (lambda batch: program.module()(**inputs_of(batch)))
-        return cls(_causal(program.id_limits(), example, run), masks, 2 * kinds.count(Kind.LAYER) > len(kinds))
+        return cls(_causal(program.spec.vocabularies, example, run), masks, 2 * kinds.count(Kind.LAYER) > len(kinds))
 
     def has_task(self, batch: Tensors) -> bool:
         """Return whether there are targets: the next tokens of a causal model, or labels in the data."""

@@ -50,7 +50,7 @@ class Reading:
         """Return the rows of a batch that is only measured: of many logits, no more than a process can hold."""
         if not all(0 in each.free for each in program.spec):
             return self.rows
-        held = max(1, LOGITS // (data.window * max(program.id_limits().values(), default=1)))
+        held = max(1, LOGITS // (data.window * max(program.spec.vocabularies.values(), default=1)))
         return min(max(self.rows, WIDE), held * self.processes)
 
     def apart(self, program: Program, data: Data, end: int | None) -> Data:
@@ -116,10 +116,14 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
             other = "see each other: the model takes no positions that part them"
             windows.notes = (f"documents of a window {'do not see each other' if data.end is not None else other}",)
         return windows
-    if isinstance(found, Tensor) and len(spec.inputs) == 1:  # it may lie on the disk, and stays there
-        name = spec.names[0]
-        check_numbers(spec, {name: found}, f"data {data.name!r}")
-        return ArraySource({name: found}, data, how.rows, wide, how.seed, data.fitted)
+    alone = len(spec.inputs) == 1
+    if isinstance(found, Tensor) and (alone or data.tokens(found)):  # it may lie on the disk, and stays there
+        name = spec.names[0] if alone else next(iter(spec.vocabularies))
+        if alone:
+            check_numbers(spec, {name: found}, f"data {data.name!r}")
+        else:
+            corpus.check(found)
+        return ArraySource({name: found}, data, how.rows, wide, how.seed, lambda batch: data.fitted(batch[name]))
     return ArraySource(fitted(found), data, how.rows, wide, how.seed)
 
 
@@ -129,9 +133,10 @@ def held_out_of(name: str, program: Program, how: Reading) -> list[Tensors]:
     data = corpus.data
     if data.importable:
         return open_source(name, program, replace(how, rows=8)).held_out
-    if data.file(FORMS).suffix in (".npz", ".npy", ".pt", ".safetensors") or data.byte_level:
+    whole = data.file(FORMS).suffix in (".npz", ".npy", ".pt", ".safetensors")
+    found = None if data.byte_level and not whole else _read(replace(corpus, need=ROWS * data.window), how.field)
+    if found is None or (whole and not isinstance(found, Run)):
         return data.batches(how.seed, 1024 // 8)
-    found = _read(replace(corpus, need=ROWS * data.window), how.field)
     if not isinstance(found, Run):
         assert isinstance(found, dict)
         return chunks({n: t[:ROWS] for n, t in found.items()}, how.wide(program, data))
@@ -154,7 +159,8 @@ def _read(corpus: Corpus, field: str) -> Run | Tensor | Tensors | list[Tensor]:
     held = read_tensors(path, Code.LN022)
     if isinstance(held, dict) and len(held) == 1:
         held = next(iter(held.values()))
-    if isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point() and len(data.spec.rows) == 1:
+    alone = len(data.spec.vocabularies) == 1
+    if alone and isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point():
         return corpus.taken(held)
     return held
 

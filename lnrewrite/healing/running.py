@@ -233,7 +233,7 @@ class Healing:
 
     def rehearsed(self, phase: Phase) -> BatchSource:
         """Return the data, with random tokens among them where a teacher says what they give."""
-        limits, mix = self.pair.teacher.id_limits(), phase.mix
+        limits, mix = self.pair.teacher.spec.vocabularies, phase.mix
         if not (self.config.rehearse and limits and phase.teacher and (mix.kl or mix.hidden)):
             return self.source
         return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.config.seed)

@@ -97,6 +97,11 @@ class InputSpec:
         return {each.name: each.rows for each in self.inputs if each.rows}
 
     @property
+    def vocabularies(self) -> dict[str, int]:
+        """Return `rows` of the inputs of tokens: positions and segments are looked up too, and are no tokens."""
+        return {each.name: each.rows for each in self.inputs if each.rows and each.content is Content.IDS}
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Return the example's size of each free dimension."""
         pairs = ((dim, each.shape[axis]) for each in self.inputs for axis, dim in each.free.items())

@@ -33,10 +33,11 @@ SIZES: dict[int | float, str] = {
     128: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner inner_dim ffn_hidden_size dff
         mlp_hidden_size shared_intermediate_size intermediate_dim encoder_intermediate_size
         shared_expert_intermediate_size moe_shared_expert_intermediate_size intermediate_size_mlp dim_feedforward
-        mlp_dim hidden_ff_dim max_position_embeddings n_positions max_target_positions max_seq_len seq_length n_ctx
-        max_sequence_length max_encoder_position_embeddings original_max_position_embeddings
+        mlp_dim hidden_ff_dim
         vocab_size vocab_size_per_layer_input decoder_vocab_size encoder_vocab_size n_words output_vocab_size
         text_vocab_size audio_vocab_size""",
+    160: """max_position_embeddings n_positions max_target_positions max_seq_len seq_length n_ctx max_sequence_length
+        max_encoder_position_embeddings original_max_position_embeddings""",
     32: "moe_intermediate_size image_size img_size crop_size",
     2: """attn_layer_period expert_layer_period num_experts_per_tok moe_topk num_experts_per_token moe_k top_k_experts
         moe_top_k""",

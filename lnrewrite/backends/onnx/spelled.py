@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ...detect.gathered import Expression, gathered
+from ...detect.factors import Expression
+from ...detect.gathered import gathered
 from ...detect.graph import OpGraph
 from .lift import lift
 from .norms import constant

@@ -9,7 +9,8 @@ from torch import fx
 from torch.fx.node import Argument, Target
 
 from ...compat.torch import OpOverload, operator_name
-from ...detect.gathered import Expression, Gathered, gathered
+from ...detect.factors import Expression
+from ...detect.gathered import Gathered, gathered
 from ...detect.graph import OpGraph
 from .lift import lift
 
