@@ -79,6 +79,16 @@ def test_an_array_of_tokens_says_what_follows_from_them(tmp_path: Path) -> None:
     assert not batch["token_type_ids"].any() and batch["attention_mask"].all()
 
 
+def test_a_run_of_tokens_is_cut_into_windows(tmp_path: Path) -> None:
+    np.save(tmp_path / "d.npy", np.arange(70, dtype=np.uint16))
+    spec = spec_of(IDS, {"input_ids": {0: "batch"}}, {"input_ids": 99})
+    (batch,) = Data(str(tmp_path / "d.npy"), spec).batches(0)
+    assert batch["input_ids"].tolist() == np.arange(64).reshape(4, 16).tolist()
+    np.save(tmp_path / "d.npy", np.arange(15))
+    with pytest.raises(LnrewriteError, match="shorter than one window of 16"):
+        Data(str(tmp_path / "d.npy"), spec).batches(0)
+
+
 def test_free_and_fixed_axes(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", **arrays(11, length=5))
     assert load_data(str(tmp_path / "d.npz"), EXAMPLE)[0]["x"].shape == (8, 5, 4)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -467,11 +468,19 @@ def test_ignored_targets_weigh_nothing() -> None:
 
 
 def test_token_arrays_are_cut_into_windows(pair: Any, tmp_path: Path) -> None:
-    import numpy as np
-
     np.save(tmp_path / "t.npy", np.frombuffer(demo.training_text(20_000), dtype=np.uint8).astype(np.uint16))
     found = lnr.heal(*pair, str(tmp_path / "t.npy"), **SMALL, control=False)
     assert found.report.tokens == 6 * 4 * 32
+
+
+def test_windows_beyond_the_context_are_told(tmp_path: Path) -> None:
+    """A table of positions inside a model says nothing of itself until it is run."""
+    module, inputs = zoo.build("gpt2", depth=1, head=True)
+    teacher = lnr.capture(module, kwargs=inputs)
+    student = lnr.Pipeline.parse("place{to=peri}").run(teacher).program
+    np.save(tmp_path / "t.npy", np.zeros(2000, int))
+    with pytest.raises(lnr.LnrewriteError, match=r"LN022 .*fails on input_ids \[\d+, 200\].*context"):
+        lnr.heal(teacher, student, str(tmp_path / "t.npy"), steps=1, length=200)
 
 
 def test_wrong_data_are_told_before_anything_is_trained(pair: Any, tmp_path: Path, text: str) -> None:

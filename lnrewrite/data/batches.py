@@ -121,16 +121,37 @@ class Data:
         """Return what a file or an item of an iterable holds as the model takes it; the first axis counts samples."""
         what = f"data {self.name!r}"
         if self.tokens(held):
-            held = self.of_ids(as_tensor(held, what))
+            held = self.of_ids(self._windows(as_tensor(held, what)))
         found = check(self.spec.of_samples(), held if isinstance(held, Mapping | tuple | list) else [held], what)
         check_numbers(self.spec, found, what)
         return found
 
+    def check_run(self, run: Callable[[Tensors], object], batch: Tensors) -> None:
+        """Raise LnrewriteError LN022 where `run` fails on a batch, LN033 where that takes another path."""
+        try:
+            run(batch)
+        except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+            if path := other_path(error):
+                raise elsewhere(f"data {self.name!r}", path) from error
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
+            why = f"the model fails on {shapes}: {words(error).partition(chr(10))[0]}"
+            raise self.bad(why, "give inputs that the model takes, no longer than its context") from error
+
     def tokens(self, held: object) -> bool:
-        """Return whether an array is one of tokens, and the model takes more than those, which follows from them."""
-        if not isinstance(held, Tensor | np.ndarray) or not len(self.spec.vocabularies) == 1 < len(self.spec.inputs):
+        """Return whether an array is one of tokens that are to be cut, or from which other inputs follow."""
+        if len(self.spec.vocabularies) != 1 or not isinstance(held, Tensor | np.ndarray):
             return False
-        return not as_tensor(held, self.name).is_floating_point()
+        (name,) = self.spec.vocabularies
+        cut = held.ndim == 1 < len(self.spec[name].dims)
+        return (cut or len(self.spec.inputs) > 1) and not as_tensor(held, self.name).is_floating_point()
+
+    def _windows(self, tokens: Tensor) -> Tensor:
+        """Return tokens as rows; a long run int[count] is cut."""
+        if tokens.dim() > 1:
+            return tokens
+        if len(tokens) < self.window:
+            raise self.bad(f"it is shorter than one window of {self.window} tokens", "give more tokens")
+        return tokens[: len(tokens) // self.window * self.window].reshape(-1, self.window)
 
     def _cut(self, arrays: Tensors, least: int) -> list[Tensors]:
         """Split arrays along axis 0; a remainder that a fixed batch size cannot hold is left out."""
@@ -298,14 +319,7 @@ def calibration_for(program: HasSpec, data: str, seed: int = 0) -> list[Tensors]
     """Read DATA for a program and run its module on the first batch. Raises LnrewriteError LN022 where that fails."""
     held = Data.of(program, data)
     batches = held.batches(seed, 64, least=EIGHTHS)
-    try:
-        program.call(batches[0])
-    except (RuntimeError, IndexError, ValueError, AssertionError) as error:
-        if path := other_path(error):
-            raise elsewhere(f"data {data!r}", path) from error
-        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batches[0].items())
-        why = f"the model fails on {shapes}: {words(error).partition(chr(10))[0]}"
-        raise held.bad(why, "give inputs that the model takes, no longer than its context") from error
+    held.check_run(program.call, batches[0])
     return batches
 
 

@@ -126,7 +126,8 @@ class _Given:
         """Return the healing of a pair, its data and its folder opened; `stack` closes what it opens."""
         plan, teacher = self.plan, pair.teacher
         watched = Participant.of(teacher, world, plan.bf16)
-        wanted = Wanted.of(plan, Data.of(teacher, "data", self.length).window, world.size)
+        data = Data.of(teacher, self.data if isinstance(self.data, str) else "data", self.length)
+        wanted = Wanted.of(plan, data.window, world.size)
         micro = wanted.rows // plan.accumulate
         reads = tokenizer_named(self.tokenizer)
         how = (micro, self.length, plan.seed, reads, self.field, wanted.batches, world.size)
@@ -135,6 +136,7 @@ class _Given:
         held, kept = divided(source.held_out, all(0 in each.free for each in teacher.spec))
         if self.held_out:
             kept = held_out_of(self.held_out, teacher, reading)
+        data.check_run(watched.outputs, kept[0])
         budget = Budget.of(plan, source.batch(0), held)
         folder = self.run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
         objective = replace(Objective.of(teacher, kept[0], watched.outputs), end=source.end)
