@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from lnrewrite.algebra.placement import WRITABLE, Conversion, switches, usual_norm
+from lnrewrite.algebra.obstacles import converted, obstacle
+from lnrewrite.algebra.placement import Conversion, usual_norm
 from lnrewrite.algebra.sizes import keep_sizes
-from lnrewrite.algebra.stored import STORED
 from lnrewrite.errors import Code, Refusal
-from lnrewrite.ir import Block, Exactness, Kind, Placement, Proposal, Side, Stream, Where, sums
+from lnrewrite.ir import Edit, Exactness, Placement, Proposal, Stream, Vectors, Where, sums
 from lnrewrite.pipeline import Context, Pass
 
 WANTED = {
@@ -22,9 +22,6 @@ WANTED = {
 
 FIRST = "first:25%"
 """Which blocks of Mix-LN are post."""
-
-FOLDED = {Kind.L2: "run settle-norms first"} | dict.fromkeys(STORED, "run absorb-scales,fold-batchnorm first")
-"""What makes another norm, or none, of those that cannot be moved."""
 
 OFFSET = 8.0
 """How large a constant goes before a norm at the end of a branch, in sizes of the branch."""
@@ -128,57 +125,45 @@ class Place(Pass):
 
     def plan(self, stream: Stream, context: Context) -> Proposal:
         """Return the edits that take the selected blocks of a stream to `to`."""
+        selected = context.selected(self.blocks)
         if self.keep_sizes:
-            return keep_sizes(stream, context, context.selected(self.blocks))
+            return keep_sizes(stream, context, selected)
         targets = self.targets(stream, context)
-        wanted = {name: WANTED[target] for name, target in targets.items()}
-        chosen = [b for b in stream.blocks if b.name in context.selected(self.blocks)]
-        moving = [b for b in chosen if b.placement is not targets[b.name]]
+        moving = [b for b in stream.blocks if b.name in selected and b.placement is not targets[b.name]]
+        wanted = {b.name: WANTED[targets[b.name]] for b in moving}
+        refusals = [r for b in moving if (r := obstacle(stream, b, wanted[b.name], moving))]
+        free = [b for b in moving if b.name not in {r.site for r in refusals}]
+        edits, vectors = list[Edit](), Vectors()
+        if free:
+            conversion = self.conversion(stream, context, {b.name: wanted[b.name] for b in free})
+            edits, refused = converted(conversion, free)
+            refusals, vectors = refusals + refused, conversion.vectors
+        edited = {e.target for e in edits} | {r.site for r in refusals}
         skipped = [
-            (b.name, f"it is {targets[b.name]} already" if b in chosen else "not selected")
+            (b.name, f"it is {targets[b.name]} already" if b.name in selected else "not selected")
             for b in stream.blocks
             if b not in moving
         ]
-        skipped += [
-            (f"{stream.name}.{w}", "embedding and final norms belong to no block")
-            for w, s in (("embedding", stream.embedding), ("final", stream.final))
-            if s
-        ]
-        refusals = [r for b in moving if (r := _refusal(stream, b, wanted[b.name], moving))]
-        moving = [b for b in moving if b.name not in {r.site for r in refusals}]
-        if not moving:
-            return Proposal((), tuple(refusals), tuple(skipped))
-        norms = (site.norm for _, site in stream.sites() if site.where is not Where.INNER)
-        kind, eps, beta = usual_norm(norms, self.norm)
-        offset = OFFSET if self.fit != "constants" and context.fits else 0.0
-        conversion = Conversion(stream, context, {b.name: wanted[b.name] for b in moving}, kind, eps, beta, offset)
-        conversion.plain = self.plain_skips
-        edits = conversion.edits()
-        if conversion.refusals:
-            refusals += conversion.refusals
-            together = any(Where.POST in switches(b) ^ wanted[b.name] for b in moving)
-            edits = [] if together else [e for e in edits if e.target not in {r.site for r in refusals}]
-            refusals += [
-                Refusal(
-                    Code.LN113,
-                    b.name,
-                    "another block of its stream cannot be converted",
-                    "exclude that block with blocks=",
-                )
-                for b in moving
-                if not edits and b.name not in {r.site for r in refusals}
-            ]
-        named = {e.target for e in edits} | {r.site for r in refusals}
-        skipped = [(name, why) for name, why in skipped if name not in named]  # it goes along with the trunk's size
-        done = {b.anchor.total for b in moving if b.name in named}
-        for block in (b for b in moving if b.name not in named):
+        ends = [w for w, s in (("embedding", stream.embedding), ("final", stream.final)) if s]
+        skipped += [(f"{stream.name}.{w}", "embedding and final norms belong to no block") for w in ends]
+        skipped = [row for row in skipped if row[0] not in edited]  # it goes along with the trunk's size
+        done = {b.anchor.total for b in free if b.name in edited}
+        for block in (b for b in free if b.name not in edited):
             if block.at(Where.POST) and block.anchor.total not in done:
                 why = "the norm after it is the last of its stream, which stays"
                 refusals.append(Refusal(Code.LN110, block.name, why, "choose post"))
             else:
                 why = "its norm is the final one, or shared with a branch of the same sum and edited there"
                 skipped.append((block.name, why))
-        return Proposal(tuple(edits), tuple(refusals), tuple(skipped), conversion.vectors)
+        return Proposal(tuple(edits), tuple(refusals), tuple(skipped), vectors)
+
+    def conversion(self, stream: Stream, context: Context, wanted: dict[str, set[Where]]) -> Conversion:
+        """Return the conversion of some blocks, each to have norms where `wanted` says."""
+        norms = (site.norm for _, site in stream.sites() if site.where is not Where.INNER)
+        offset = OFFSET if self.fit != "constants" and context.fits else 0.0
+        found = Conversion(stream, context, wanted, *usual_norm(norms, self.norm), offset)
+        found.plain = self.plain_skips
+        return found
 
     def targets(self, stream: Stream, context: Context) -> dict[str, Placement]:
         """Return the placement that each block is to have: one, or with `mix` one for the blocks of each sum."""
@@ -187,45 +172,3 @@ class Place(Pass):
         post = context.selected(self.post)
         found = ((group, any(b.name in post for b in group)) for group in sums(stream))
         return {b.name: Placement.POST if early else Placement.PRE for group, early in found for b in group}
-
-
-def _refusal(stream: Stream, block: Block, wanted: set[Where], moving: list[Block]) -> Refusal | None:
-    """Return what stands in the way of a block's conversion, if anything."""
-    held = switches(block)
-    switched = held ^ wanted
-    lost = [s for s in block.sites if s.where in held - wanted]
-    if not wanted and any(s.where is Where.INNER and s.readers and not s.taps for s in block.sites):
-        return Refusal(
-            Code.LN110, block.name, "the norm inside its branch would stay", "choose pre, post, peri or output"
-        )
-    if any(s.norm.fixed for s in block.sites):
-        return Refusal(Code.LN111, block.name, "its norm divides by one number", "run settle-norms first")
-    if any(s.norm.kind not in WRITABLE for s in lost):
-        kind = next(s.norm.kind for s in lost if s.norm.kind not in WRITABLE)
-        remedy = FOLDED.get(kind, "choose a placement that keeps it")
-        return Refusal(Code.LN111, block.name, f"a {kind} norm cannot be moved", remedy)
-    if Where.IN in switched and (sum(s.where is Where.IN for s in block.sites) > 1 or block.barrier(Side.RAW)):
-        return Refusal(
-            Code.LN110,
-            block.name,
-            "its branch reads the stream in several ways",
-            "choose pre or peri, which keep its input norms",
-        )
-    if Where.POST in switched:
-        group = [b for b in stream.blocks if b.anchor.total == block.anchor.total]
-        if any(b not in moving for b in group):
-            return Refusal(
-                Code.LN113, block.name, "branches of one sum share one trunk norm", "select all branches of the sum"
-            )
-        if stream.taps:
-            why = f"the trunk is also read by {stream.taps[0]}"
-            return Refusal(
-                Code.LN110, block.name, why, "choose post" if Where.POST in held else "choose pre, peri, output or none"
-            )
-        if block.scale == 0 or any(s.vector for b in group for s in b.scaled("skip")):
-            why = "its skip is scaled by zero, or by one number per channel"
-            return Refusal(Code.LN114, block.name, why, "choose pre, peri or output")
-        if added := next((b for b in group if b.added or b.barrier(Side.ADDED)), None):
-            why = f"the sum of {added.name} adds more than branches, which a trunk norm would scale"
-            return Refusal(Code.LN114, block.name, why, "choose pre, peri, output or none")
-    return None
