@@ -58,12 +58,13 @@ def gathered(graph: OpGraph) -> Iterator[Gathered]:
 
 
 def _region(graph: OpGraph, total: Op) -> set[str]:
-    """Return the sums, products and quotients that a sum is made of and nothing else reads."""
+    """Return the sums, products and quotients that a sum is made of and nothing else reads, but for 1 - m."""
     region, todo = {total.name}, list(total.data)
     while todo:
         op = graph[todo.pop()]
         inner = op.kind in REGION and op.name not in region | graph.constant
-        if inner and region.issuperset(graph.users[op.name]):
+        rest = op.kind in {"sub", "rsub"} and not isinstance(op.inputs[op.kind == "rsub"], str)
+        if inner and (rest or region.issuperset(graph.users[op.name])):
             region.add(op.name)
             todo += op.data
     return region
