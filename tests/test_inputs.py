@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lnrewrite as lnr
 from lnrewrite.backends.inputs import draw_one
 from lnrewrite.data.infer import infer_inputs, vocabulary_of
 from lnrewrite.data.inputs import Inputs, parse_inputs
@@ -289,3 +291,19 @@ def test_transformers_models(name: str, shapes: dict[str, tuple[int, ...]]) -> N
         assert found.dynamic["input_ids"] == {0: "batch", 1: "sequence"}
         assert 20 < found.kwargs["input_ids"].max() < 40
         assert name != "t5" or not (found.kwargs["input_ids"] == 1).any()  # never the padding id
+
+
+@pytest.mark.parametrize("order", permutations(("ids", "flag", "other")))
+def test_sizes_are_free_in_whatever_order_inputs_are_given(order: tuple[str, ...]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+
+        def forward(self, ids: Tensor, flag: bool = True, other: Tensor | None = None) -> Tensor:
+            return self.table(ids if flag else other)
+
+    ids = torch.randint(9, (2, 5))
+    given = {"ids": ids, "flag": False, "other": ids.flip(0)}
+    program = lnr.capture(Net(), kwargs={name: given[name] for name in order})
+    assert program.dynamic_axes()["other"].keys() == {0, 1} and not program.notes

@@ -59,6 +59,7 @@ def capture_module(
         if dynamic_shapes and isinstance(dynamic_shapes, Mapping):  # it has to name every input, or none
             dynamic_shapes = {**dynamic_shapes, "use_cache": None}
         notes.append("use_cache=False was set: a cache in the outputs cannot be captured")
+    keywords = {n: keywords[n] for n in (*takes, *keywords) if n in keywords}  # in the order that torch.export takes
     if dynamic_shapes is None:
         positional, keywords = _two_rows(positional, keywords)
     positional, keywords = pytree.tree_map_only(torch.Tensor, _apart(), (positional, keywords))
