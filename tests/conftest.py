@@ -18,6 +18,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core: before torch is im
 import pytest
 from hypothesis import settings
 
+import tiers
+
 settings.register_profile("sample", deadline=None, derandomize=True, max_examples=50)  # one run, one result
 settings.register_profile("exhaustive", deadline=None, derandomize=True, max_examples=500)
 settings.register_profile("explore", deadline=None, max_examples=1000)
@@ -30,15 +32,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Put tests of made-up cases into both tiers."""
+    """Put tests of made-up cases into both tiers, and those that cost much into the exhaustive one alone."""
     if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
         item.add_marker(pytest.mark.exhaustive)
         item.add_marker(pytest.mark.sample)
+    if item.nodeid in tiers.dear():
+        item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "sample"]
+        item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --update-goldens and --slice."""
+    """Add --update-goldens, --update-dear and --slice."""
     parser.addoption("--update-goldens", action="store_true", help="rewrite golden files instead of comparing")
+    parser.addoption("--update-dear", metavar="S", type=float, help="note in tests/dear.txt which tests took over S s")
     parser.addoption("--slice", metavar="K/N", help="run the K-th of N parts of what is selected, K from 0")
 
 
@@ -209,6 +215,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what the run cost, and the tests that cost most."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     total = sum(WORKERS) + own.ru_utime + own.ru_stime if WORKERS else _spent()
+    if over := terminalreporter.config.getoption("--update-dear"):
+        tiers.note(name for name, seconds in COSTS.items() if seconds > over)
     dear = sorted(COSTS.items(), key=lambda row: -row[1])[:40]
     rows = "".join(f"\n{seconds:8.1f} s  {name}" for name, seconds in dear if seconds > 5)
     terminalreporter.write_line(f"CPU: {total:.0f} s of user and system time in {len(COSTS)} tests{rows}")
