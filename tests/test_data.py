@@ -79,6 +79,12 @@ def test_an_array_of_tokens_says_what_follows_from_them(tmp_path: Path) -> None:
     assert not batch["token_type_ids"].any() and batch["attention_mask"].all()
 
 
+def test_what_alone_is_looked_up_is_tokens_whatever_it_is_called() -> None:
+    example = {name: torch.zeros(2, 16, dtype=torch.int64) for name in ("segment", "attention_mask")}
+    assert spec_of(example, {}, {"segment": 99}).vocabularies == {"segment": 99}
+    assert spec_of(example | IDS, {}, {"segment": 2, "input_ids": 99}).vocabularies == {"input_ids": 99}
+
+
 def test_a_run_of_tokens_is_cut_into_windows(tmp_path: Path) -> None:
     np.save(tmp_path / "d.npy", np.arange(70, dtype=np.uint16))
     spec = spec_of(IDS, {"input_ids": {0: "batch"}}, {"input_ids": 99})

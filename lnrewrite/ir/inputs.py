@@ -98,8 +98,8 @@ class InputSpec:
 
     @property
     def vocabularies(self) -> dict[str, int]:
-        """Return `rows` of the inputs of tokens: positions and segments are looked up too, and are no tokens."""
-        return {each.name: each.rows for each in self.inputs if each.rows and each.content is Content.IDS}
+        """Return `rows` of the inputs of tokens: positions and segments are looked up beside them, and are none."""
+        return {n: rows for n, rows in self.rows.items() if self[n].content is Content.IDS} or self.rows
 
     @property
     def sizes(self) -> dict[str, int]:
