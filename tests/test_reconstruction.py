@@ -19,6 +19,8 @@ from lnrewrite import demo
 from lnrewrite.algebra.fitting import fit, offset, unit
 from lnrewrite.ir import Kind, Linear
 from lnrewrite.models.program import Program
+from lnrewrite.pipeline.results import Drift
+from lnrewrite.pipeline.step import no_better
 from lnrewrite.reconstruction.fitting import Fitting
 from tiers import rows
 from zoo.norms import randomise
@@ -75,6 +77,23 @@ def roles(program: Any, made: Collection[str] = ()) -> list[str]:
 
 def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a, b)
+
+
+Figures = tuple[float | None, float | None]
+"""How far outputs are, in their own size and as a divergence."""
+
+
+@pytest.mark.parametrize(
+    ("made", "plain", "worse"),
+    [
+        ((0.1, 0.2), (0.2, 0.3), ""), ((0.1, None), (0.2, None), ""), ((None, None), (None, None), ""),
+        ((0.2, 0.1), (0.1, 0.2), "error 0.2, 0.1"), ((0.127, 0.16), (0.135, 0.138), "KL 0.16, 0.14"),
+        ((1e-8, 3e-8), (1e-4, 2e-8), ""),
+    ],
+)  # fmt: skip
+def test_fitted_weights_stay_where_no_figure_is_worse(made: Figures, plain: Figures, worse: str) -> None:
+    drifts = (Drift(True, 1, relative_error=error, kl=kl) for error, kl in (made, plain))
+    assert no_better(*drifts) == worse
 
 
 @pytest.mark.parametrize(("name", "to", "form"), rows(CASES, sample=CASES[::47]))

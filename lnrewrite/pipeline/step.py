@@ -14,9 +14,26 @@ from .base import Pass, proposed
 from .feed import Feed
 from .protocols import Context, M, Proposer, Samples
 from .report import Expected, Fitted, Skipped, Step
+from .results import Drift
 from .shares import agreed, everyone
 from .sounding import Unproved, Witness, sound, stated
 from .spec import spell
+
+ROUNDING = 1e-6
+"""Nats by which a divergence may be off."""
+
+
+def no_better(made: Drift, plain: Drift) -> str:
+    """Return by which figure weights that were fitted are no better than constants, with both; empty where they are.
+
+    Where few data were fitted to, outputs may come nearer and tell less: the divergence of logits counts too.
+    """
+    one, other = made.relative_error, plain.relative_error
+    if one is not None and other is not None and not one < other:
+        return f"error {one:.2g}, {other:.2g}"
+    if made.kl is not None and plain.kl is not None and made.kl > plain.kl + ROUNDING:
+        return f"KL {made.kl:.2g}, {plain.kl:.2g}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -60,13 +77,13 @@ class Turn(Generic[M]):
         started = time.perf_counter()
         made, rows, notes = made.fitted(self.current, {e.site for e in done.expected}, self.feed.fit, self.feed.held)
         plain, before = self.carry_out(plainer, False)
-        errors = [self.feed.drift(self.current, program).relative_error for program in (made, plain)]
-        if errors[0] is None or errors[1] is None or errors[0] < errors[1]:
+        worse = no_better(*(self.feed.drift(self.current, program) for program in (made, plain)))
+        if not worse:
             step = replace(done.step, seconds=done.step.seconds + time.perf_counter() - started)
             return made, replace(done, step=step, fitted=rows, notes=notes)
         step = replace(before.step, text=done.step.text)
-        why = f"fitted weights were no better on held-out data ({errors[0]:.2g}, with constants alone {errors[1]:.2g})"
-        return plain, replace(before, step=step, notes=(*notes, f"{why}: left out"))
+        why = f"fitted weights were no better on held-out data ({worse} with constants alone): left out"
+        return plain, replace(before, step=step, notes=(*notes, why))
 
     def carry_out(self, item: Proposer, consume: bool) -> tuple[M, Done]:
         """Run a pass as it is."""
