@@ -62,10 +62,16 @@ def test_what_is_no_choice_by_data_is_not_called_one(name: str) -> None:
     assert program.dynamic_axes()["h"].keys() == {0, 1}
 
 
-def test_what_differs_from_its_module_on_other_inputs_is_marked() -> None:
-    _, program = captured("while_exported", inputs())
+def test_what_differs_from_its_module_on_other_inputs_alone_is_marked() -> None:
+    _, program = captured("for_negative", inputs().abs())
     (path,) = program.fixed_paths
     assert "on other inputs of these shapes the module's outputs are" in path
+
+
+def test_what_differs_from_its_module_on_its_own_inputs_is_refused() -> None:
+    with pytest.raises(lnr.LnrewriteError, match="the same while it is exported") as error:
+        captured("while_exported", inputs())
+    assert error.value.code == "LN023"
 
 
 def test_a_module_that_differs_from_itself_is_not_judged() -> None:

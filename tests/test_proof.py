@@ -20,6 +20,9 @@ from fuzz.judging import PIPELINES
 from lnrewrite.backends.outputs import apart
 from lnrewrite.backends.rewriter import Rewriter
 from lnrewrite.backends.torch import ops as aten
+from lnrewrite.backends.torch.capture import from_program
+from lnrewrite.backends.torch.functional import SPELLINGS
+from lnrewrite.backends.torch.sums import SUMS
 from lnrewrite.ir import Proposal, Stream
 from lnrewrite.models.onnx_program import OnnxProgram
 from lnrewrite.pipeline.results import Gap
@@ -101,7 +104,6 @@ MUTANTS: dict[str, tuple[str, str, aten.Rule]] = {
         "addmm", "addmm alpha and beta", lambda self, mat1, mat2, **how: ("matmul", (mat1, mat2, self), {}),
     ),
     "rounding changes nothing": ("div", "division rounded", lambda self, other, **how: ("div", (self, other), {})),
-    "lerp is its start": ("lerp", "lerp", _says("cast")),
     "gathering changes nothing": ("gather", "gathered tokens", _says("cast")),
     "a convolution of one group": ("conv2d", "channels first", _with("conv2d", groups=W)),
     "batch norm with another eps": ("batch_norm", "flipped before batch norm", _with("batch_norm", eps=1.0)),
@@ -134,6 +136,19 @@ def test_an_operator_that_is_read_wrongly_gives_no_number(name: str, monkeypatch
     except lnr.LnrewriteError as error:
         assert error.code
     assert called
+
+
+@pytest.mark.parametrize("net", ["lerp", "alpha in add", "addmm of the skip", "subtraction"])
+def test_a_sum_that_is_spelled_wrongly_is_no_program(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, args = strangers.build(net)
+    for target in SUMS:
+        monkeypatch.setitem(SPELLINGS, target, lambda node: (torch.ops.aten.add.Tensor, (node.args[0],) * 2, {}))
+    with pytest.raises(lnr.LnrewriteError, match="on its own example inputs its outputs are") as error:
+        lnr.capture(module, args)
+    assert error.value.code == "LN023"
+    program = torch.export.export(module, args)
+    with pytest.raises(lnr.LnrewriteError, match="on its own example inputs its outputs are"):
+        from_program(program)
 
 
 # ---- what is left out is told ----

@@ -146,7 +146,8 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
         return None
     every = summands(graph, total, whole)
     terms = [(t, add) for t, add in every if t not in graph.constant]
-    stored = [(t, add) for t, add in every if t in graph.constant & graph.learned]  # latents that a branch reads
+    stored = [(t, add) for t, add in every if t in graph.constant & graph.learned]
+    stored = [(t, add) for t, add in stored if same_shape(graph, t, total)]  # latents that a branch reads, no bias
     for skip, _ in (*reversed(terms), *stored):
         others = [(t, add) for t, add in terms if t != skip and same_shape(graph, t, total)]
         for root in carried_on(graph, skip):

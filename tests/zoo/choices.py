@@ -115,7 +115,11 @@ def while_exported(net: Chooser, h: Tensor) -> Tensor:
     return h * 2 if torch.compiler.is_exporting() else h
 
 
+def for_negative(net: Chooser, h: Tensor) -> Tensor:
+    return h * 2 if not torch.compiler.is_exporting() and h.mean() < 0 else h
+
+
 FIXED = (on_mean, on_max, on_item, on_list, on_float, on_numpy, loop, early, first)
 FREE = (kept, scaled, checked, by_weights, by_size, noisy)
-NETS = {choice.__name__: partial(Chooser, choice) for choice in (*FIXED, *FREE, erratic, while_exported)}
+NETS = {choice.__name__: partial(Chooser, choice) for choice in (*FIXED, *FREE, erratic, while_exported, for_negative)}
 mean, number = NETS["on_mean"], NETS["on_float"]

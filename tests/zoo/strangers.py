@@ -138,6 +138,8 @@ STRANGERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         extra={"g": (4, W), "b": (4, W)}, normed=lambda n, i, x: F.layer_norm(x, (W,), n.g[i] * 1.5, n.b[i] + 1)),
     "writer bias halved": _net(write=lambda n, i, h: F.linear(h, n.down[i].weight, n.down[i].bias * 0.5)),
     "writer bias sliced": _net(extra={"c": (2 * W,)}, write=lambda n, i, h: F.linear(h, n.down[i].weight, n.c[W:])),
+    "one bias of all layers, added": _net(
+        read=lambda n, i, h: h @ n.up[i].weight.T + n.up[0].bias, write=lambda n, i, h: h @ n.down[i].weight.T + n.down[0].bias),
     "one writer, four biases": _net(extra={"c": (4, W)}, write=lambda n, i, h: F.linear(h, n.down[0].weight, n.c[i])),
     "frozen scales on a writer": _net(write=lambda n, i, h: F.linear(h, n.down[i].weight * 0.2, n.down[i].bias * 2)),
     "addmm of the skip": _net(add=lambda n, i, x, h, ids: torch.baddbmm(x, torch.tanh(n.up[i](x)), n.down[i].weight.T.expand(x.shape[0], -1, -1))),

@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 from ...compat.torch import BatchNorm, FakeTensorMode, TreeSpec, input_tree, pytree, tensors_in
 from ...errors import Code, LnrewriteError, told
 from ...quiet import untraced
-from .checked import check
+from .checked import check, same
 from .dynamic import Axes, Shapes, Trace, dynamic, placeholders, symbols
 from .fixed import drop_settled, fixed_paths, mark, read_by
 from .module import Args, CapturedModule, Kwargs, unlift
@@ -82,11 +82,15 @@ def capture_module(
 
 
 def from_program(program: ExportedProgram) -> Capture:
-    """Take over a program that torch.export made (and torch.save'd or not)."""
+    """Take over a program that torch.export made (and torch.save'd or not).
+
+    Raises LnrewriteError LN020 where its example inputs do not fit it, and LN023 where what was made of it differs.
+    """
     args, kwargs = program.example_inputs or ((), {})
     signature = program.module_call_graph[0].signature
     names = tuple(signature.forward_arg_names or ()) if signature else ()
     with quiet():
+        plain = program.module(check_guards=False)
         captured = unlift(program, names)
         if captured.graph.find_nodes(op="call_function", target=torch.sym_ite):  # a truth value of a tensor was read
             mark(captured, CHOSEN)
@@ -99,6 +103,8 @@ def from_program(program: ExportedProgram) -> Capture:
     if not _are_of(captured, kept):
         why, remedy = "its example inputs do not have the form that it takes", "export it again"
         raise LnrewriteError(Code.LN020, "the program", why, remedy)
+    with evaluating(captured), quiet():
+        same(plain, captured, args, kwargs)
     return Capture(captured, *kept, dynamic=tuple(sorted(symbols(captured))))
 
 

@@ -32,23 +32,39 @@ FACTORS = (-1.0, 3.0, 0.3, -3.0)
 def check(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> list[str]:
     """Run a module and what was captured of it on other inputs: mark in the graph that they differ; return notes.
 
-    Raises LnrewriteError LN023 where a program whose path is fixed is not the module on its own example inputs.
+    Raises LnrewriteError LN023 where a program that differs, or whose path is fixed, is not the module on its own
+    example inputs.
     """
-    if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+    if _has_no_numbers(captured):
         return []
     fixed = bool(fixed_paths(captured.graph))
-    if fixed and (why := _wrong(module, captured, args, kwargs)):
-        remedy = "see `lnrewrite explain LN023`; let the model choose by torch.where or torch.cond"
-        raise LnrewriteError(Code.LN023, type(module).__name__, f"on its own example inputs {why}", remedy)
+    if fixed:
+        same(module, captured, args, kwargs)
     for more in others(captured, args, kwargs, len(FACTORS) if fixed else 1):
         apart = _apart(module, captured, *more)
         if apart is None:
             return ["the capture could not be checked: the module gives other outputs each time that it is run"]
         if apart:
+            if not fixed:
+                same(module, captured, args, kwargs)
             text = f"on other inputs of these shapes the module's outputs are {apart:.1e} (relative) from the program's"
             mark(captured, text)
             break
     return []
+
+
+def same(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> None:
+    """Run a module and what was captured of it on the inputs that it was captured with.
+
+    Raises LnrewriteError LN023 where they differ.
+    """
+    if not _has_no_numbers(captured) and (why := _wrong(module, captured, args, kwargs)):
+        remedy = "let the model compute the same while it is exported, and choose by torch.where or torch.cond"
+        raise LnrewriteError(Code.LN023, type(module).__name__, f"on its own example inputs {why}", remedy)
+
+
+def _has_no_numbers(module: nn.Module) -> bool:
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
 def _wrong(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> str:
@@ -56,10 +72,20 @@ def _wrong(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwar
     try:
         run(captured, args, kwargs)
     except Exception as error:
+        if _fails(module, args, kwargs):
+            return ""
         path = other_path(error)
         return f"it takes another path: {path}" if path else f"it fails: {words(error).partition(chr(10))[0]}"
     apart = _apart(module, captured, args, kwargs)
     return f"its outputs are {apart:.1e} (relative) from the module's" if apart else ""
+
+
+def _fails(module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
+    try:
+        run(module, args, kwargs)
+    except Exception:
+        return True
+    return False
 
 
 def _apart(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> float | None:
