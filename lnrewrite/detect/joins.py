@@ -146,8 +146,7 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
         return None
     every = summands(graph, total, whole)
     terms = [(t, add) for t, add in every if t not in graph.constant]
-    stored = [(t, add) for t, add in every if t in graph.constant & graph.learned]
-    stored = [(t, add) for t, add in stored if same_shape(graph, t, total)]  # latents that a branch reads, no bias
+    stored = [(t, add) for t, add in every if _latents(graph, t, total, states)]
     for skip, _ in (*reversed(terms), *stored):
         others = [(t, add) for t, add in terms if t != skip and same_shape(graph, t, total)]
         for root in carried_on(graph, skip):
@@ -171,6 +170,14 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
                 extras.remove(term)
             return Join(total, skip, root, _merged(graph, root, branches), tuple(extras))
     return None
+
+
+def _latents(graph: OpGraph, name: str, total: str, states: set[str]) -> bool:
+    """Return whether a stored value is a first state that branches read: no bias, nor what is added at several depths."""
+    if name not in graph.constant & graph.learned or not same_shape(graph, name, total):
+        return False
+    before = [state for state in states if graph.reaches(state, total)]
+    return not any(graph.reaches(value, state) for value in carried_on(graph, name) for state in before)
 
 
 def carries_features(graph: OpGraph, name: str) -> bool:

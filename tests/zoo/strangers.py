@@ -125,6 +125,9 @@ def _net(**how: Any) -> Callable[[], tuple[nn.Module, Tensor]]:
 
 STRANGERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "positions at each layer": _net(extra={"pos": (64, W)}, add=lambda n, i, x, h, ids: x + h + n.pos[: ids.shape[1]]),
+    "a table at both ends of two stages": _net(
+        extra={"e": (1, 1, W), "m": (W, W)}, embed=lambda n, ids: n.embed(ids) + n.e.expand(*ids.shape, -1),
+        add=lambda n, i, x, h, ids: F.linear(x + h, n.m) + n.e.expand_as(x) if i == 1 else x + h),
     "a table at each layer": _net(extra={"table": (IDS, W)}, add=lambda n, i, x, h, ids: x + h + F.embedding(ids, n.table)),
     "a bias in the sum": _net(extra={"b": (4, W)}, add=lambda n, i, x, h, ids: x + h + n.b[i]),
     "an input of its own": _net(extra={"p": (IDS, W)}, add=lambda n, i, x, h, ids: (x + F.one_hot(ids, IDS).to(x) @ n.p) + h),
