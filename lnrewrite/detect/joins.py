@@ -173,7 +173,7 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
 
 
 def _latents(graph: OpGraph, name: str, total: str, states: set[str]) -> bool:
-    """Return whether a stored value is a first state that branches read: no bias, nor what is added at several depths."""
+    """Return whether a stored value is a state that branches read: no bias, nor what is added at several depths."""
     if name not in graph.constant & graph.learned or not same_shape(graph, name, total):
         return False
     before = [state for state in states if graph.reaches(state, total)]
