@@ -22,6 +22,8 @@ from lnrewrite.ir import (
 )
 from lnrewrite.pipeline import Context, Pass
 
+_KINDS = {Kind.LAYER, Kind.RMS, Kind.CRMS, Kind.STD, Kind.L2}
+"""Norms by what they read alone: they are that without a gain too, and it stands behind them."""
 _CARRIED = {
     Where.EMBEDDING: "the skip carries the norm's gain, so that its readers cannot take it over",
     Where.POST: "the skip carries the norm's gain, so that its readers cannot take it over",
@@ -53,9 +55,10 @@ class FoldAffine(Pass):
             in     layer(eps=1e-05) -> @q.weight:1+@q.bias @k.weight:1+@k.bias
             writes @o.weight:0
 
-    A gain that is computed from parameters alone is worked out once. Refuses one that cannot be (LN105), a norm that
-    something else than linears reads (LN101), a reader that is used elsewhere too (LN102), weights that are computed
-    (LN104), and a bias that a reader has no place for (LN103).
+    A norm that is spelled out (std, l2) stays so, without its gain and bias. A gain that is computed from parameters
+    alone is worked out once. Refuses one that cannot be (LN105), a norm that something else than linears reads (LN101),
+    a reader that is used elsewhere too (LN102), weights that are computed (LN104), and a bias that a reader has no
+    place for (LN103).
     Embedding, trunk and output gains are not addressed: no linear stands alone behind them.
 
     Source: `fold_ln` of TransformerLens, `fuse_ln_linear` of SliceGPT (arXiv 2401.15024) and QuaRot (2404.00456).
@@ -84,7 +87,8 @@ class FoldAffine(Pass):
                 refusals.append(blocked)
             else:  # parallel blocks may hold one norm: its readers are folded with the first, its affine goes from each
                 try:
-                    scale, shift = gain_and_bias(site.norm, site.width or stream.width, context, vectors)
+                    width = site.width or stream.width
+                    scale, shift = gain_and_bias(replace(site.norm, factor=1.0), width, context, vectors)
                 except LnrewriteError as error:
                     refusals.append(Refusal(Code.LN105, name, f"its gain is computed: {error.why}", error.remedy))
                     continue
@@ -98,8 +102,8 @@ class FoldAffine(Pass):
         """Return why the identity does not speak of a site; empty where it does."""
         if site.norm.gamma is None and site.norm.beta is None:
             return "nothing to fold"
-        if site.norm.kind not in (Kind.LAYER, Kind.RMS):
-            return f"the pass is defined for layer and rms norms, not for {site.norm.kind}"
+        if site.norm.kind not in _KINDS:
+            return f"the gain of a {site.norm.kind} norm is a part of it"
         if site.where is Where.INNER and (site.taps or not site.readers):
             return "it is inside the branch and its consumers are not all linear"
         if site.where is Where.FINAL and not self.final:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, NoReturn, assert_never
+from typing import Any, Generic, NoReturn, assert_never
 
 import numpy as np
 
@@ -40,6 +40,9 @@ from .editor import Editor, Handle, fail
 from .operands import Operands
 from .values import Floats
 from .wiring import Wiring
+
+WRITTEN = {Kind.LAYER, Kind.RMS, Kind.CRMS}
+BARE: dict[str, Any] = {"gamma": None, "beta": None, "plus_one": False, "computed": False}
 
 
 class Rewriter(Generic[Handle]):
@@ -129,6 +132,9 @@ class Rewriter(Generic[Handle]):
 
     def replace_norm(self, owner: str, site: Site, op: SetNorm) -> None:
         """Put another norm, or none, between a site's input and its consumers."""
+        if site.norm.kind not in WRITTEN and op.norm == replace(site.norm, **BARE):
+            self.bare(site)
+            return
         output, source = self.wiring.stand(site.origin[-1]), self.wiring.stand(site.origin[0])
         uses = self.editor.readers(output)
         node = source if op.norm is None else self.norm(source, op.norm, op, owner, at=output)
@@ -137,9 +143,18 @@ class Rewriter(Generic[Handle]):
         if op.where in (Where.IN, Where.OUT):
             self.wiring.chained[owner, op.where] = node
 
+    def bare(self, site: Site) -> None:
+        """Leave out the gain and the bias of a norm that is spelled out, and stays so."""
+        named = {name for name in (site.norm.gamma, site.norm.beta) if name}
+        held = [op.name for op in self.view if op.name in named or op.attrs.get("param") in named]
+        constant = [n for n in self.view.constant if any(self.view.reaches(name, n) for name in held)]
+        for op in self.view.between(site.origin[0], site.origin[-1]):
+            if op.kind in {"mul", "add"} and not set(op.data).isdisjoint(constant):
+                self.stand_in(op.name, next(n for n in op.data if n not in constant))
+
     def norm(self, x: Handle, norm: Norm, op: SetNorm, owner: str, at: Handle | None = None) -> Handle:
         """Insert a norm of `x` right behind it (or behind `at`), with the gain and bias that the operation gives."""
-        if norm.kind not in {Kind.LAYER, Kind.RMS, Kind.CRMS}:
+        if norm.kind not in WRITTEN:
             self.fail(f"a {norm.kind} norm cannot be written")
         name = f"{owner}.norm_{op.where}"
         gamma = self.gain(norm.gamma, norm.plus_one, op.gamma, f"{name}.weight", x)
