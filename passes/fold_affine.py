@@ -92,9 +92,8 @@ class FoldAffine(Pass):
                 except LnrewriteError as error:
                     refusals.append(Refusal(Code.LN105, name, f"its gain is computed: {error.why}", error.remedy))
                     continue
-                bare = replace(site.norm, gamma=None, beta=None, plus_one=False, computed=False)
                 readers = () if site in folded else [FoldReader(r, scale, shift) for r in dict.fromkeys(site.readers)]
-                edits.append(Edit(place.target, (*readers, SetNorm(site.where, bare, index=place.number))))
+                edits.append(Edit(place.target, (*readers, SetNorm(site.where, site.norm.bare, index=place.number))))
                 folded.add(site)
         return Proposal(tuple(edits), tuple(refusals), tuple(skipped), vectors)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,6 +85,15 @@ def out(value: object) -> Tensor:
     value = next(iter(value.values())) if isinstance(value, dict) else value
     assert isinstance(value, Tensor)
     return value
+
+
+def remade(module: nn.Module, x: Tensor, text: str, path: Path | None = None) -> tuple[Any, Any, float]:
+    """Run passes on a model, from a file where a path is given; return both, and how far apart they are, relative."""
+    program = lnr.load(saved(module, x, path, True), inputs=[x]) if path else lnr.capture(module, (x,))
+    result = lnr.Pipeline.parse(text).run(program)
+    (name,) = program.example_inputs()
+    want, got = (out(each.in_float64().call({name: x})) for each in (program, result.program))
+    return program, result, ((got - want).abs().max() / want.abs().max()).item()
 
 
 class Sized(nn.Module):

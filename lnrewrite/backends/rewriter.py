@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NoReturn, assert_never
+from typing import Generic, NoReturn, assert_never
 
 import numpy as np
 
@@ -42,7 +42,6 @@ from .values import Floats
 from .wiring import Wiring
 
 WRITTEN = {Kind.LAYER, Kind.RMS, Kind.CRMS}
-BARE: dict[str, Any] = {"gamma": None, "beta": None, "plus_one": False, "computed": False}
 
 
 class Rewriter(Generic[Handle]):
@@ -132,7 +131,7 @@ class Rewriter(Generic[Handle]):
 
     def replace_norm(self, owner: str, site: Site, op: SetNorm) -> None:
         """Put another norm, or none, between a site's input and its consumers."""
-        if site.norm.kind not in WRITTEN and op.norm == replace(site.norm, **BARE):
+        if site.norm.kind not in WRITTEN and op.norm == site.norm.bare:
             self.bare(site)
             return
         output, source = self.wiring.stand(site.origin[-1]), self.wiring.stand(site.origin[0])
@@ -147,10 +146,10 @@ class Rewriter(Generic[Handle]):
         """Leave out the gain and the bias of a norm that is spelled out, and stays so."""
         named = {name for name in (site.norm.gamma, site.norm.beta) if name}
         held = [op.name for op in self.view if op.name in named or op.attrs.get("param") in named]
-        constant = [n for n in self.view.constant if any(self.view.reaches(name, n) for name in held)]
         for op in self.view.between(site.origin[0], site.origin[-1]):
-            if op.kind in {"mul", "add"} and not set(op.data).isdisjoint(constant):
-                self.stand_in(op.name, next(n for n in op.data if n not in constant))
+            constant = [n for n in op.data if n in self.view.constant]
+            if op.kind in {"mul", "add"} and any(self.view.reaches(name, n) for name in held for n in constant):
+                self.stand_in(op.name, self.computed(op.name))
 
     def norm(self, x: Handle, norm: Norm, op: SetNorm, owner: str, at: Handle | None = None) -> Handle:
         """Insert a norm of `x` right behind it (or behind `at`), with the gain and bias that the operation gives."""
@@ -245,16 +244,19 @@ class Rewriter(Generic[Handle]):
                 if self.view[name].kind in {"mul", "div"}:
                     self.stand_in(name, source)
             return
-        name = op.scale.node
-        self.stand_in(name, next(n for n in self.view[name].data if n not in self.view.constant))
+        self.stand_in(op.scale.node, self.computed(op.scale.node))
 
     def skipped(self, block: Block) -> Iterator[tuple[str, str]]:
         """Yield what a block's skip goes through on its way from the state, the last first, each with its operand."""
         name = block.anchor.skip
         while name != block.anchor.state:
-            source = next(n for n in self.view[name].data if n not in self.view.constant)
+            source = self.computed(name)
             yield name, source
             name = source
+
+    def computed(self, name: str) -> str:
+        """Return what an op is applied to: its first operand that is no constant."""
+        return next(n for n in self.view[name].data if n not in self.view.constant)
 
     def stand_in(self, name: str, source: str) -> None:
         """Let what reads one value read another."""

@@ -207,7 +207,7 @@ class Tapering:
         if self.onto(stream):
             site = block.at(Where.IN)
             assert site is not None
-            bare = replace(site.norm, gamma=None, beta=None, plus_one=False)
+            bare = site.norm.bare
             rho = _typical(bare.kind, self.samples[block.name].state)
             name = f"{before.name}.post" if before else f"{stream.name}.embedding"
             return Taper(name, site.origin[0], block.anchor.skip, bare, rho, False, adds, True, bare=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class Kind(enum.StrEnum):
@@ -110,6 +110,11 @@ class Norm:
             raise ValueError(f"a norm's eps must be finite and not negative, got {self.eps}")
         if self.plus_one and not self.gamma:
             raise ValueError("plus_one needs a gamma")
+
+    @property
+    def bare(self) -> Norm:
+        """Return the norm without its gain and bias."""
+        return replace(self, gamma=None, beta=None, plus_one=False, computed=False)
 
     @property
     def fixed(self) -> float | None:

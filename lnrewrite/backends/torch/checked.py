@@ -70,33 +70,34 @@ def _has_no_numbers(module: nn.Module) -> bool:
 def _wrong(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> str:
     """Return what is wrong with a program on the inputs that it was captured with; empty where nothing is."""
     try:
-        run(captured, args, kwargs)
+        want = run(module, args, kwargs)
+    except Exception:  # then they say nothing of the program
+        return ""
+    try:
+        got = run(captured, args, kwargs)
     except Exception as error:
-        if _fails(module, args, kwargs):
-            return ""
         path = other_path(error)
         return f"it takes another path: {path}" if path else f"it fails: {words(error).partition(chr(10))[0]}"
-    apart = _apart(module, captured, args, kwargs)
-    return f"its outputs are {apart:.1e} (relative) from the module's" if apart else ""
-
-
-def _fails(module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
-    try:
-        run(module, args, kwargs)
-    except Exception:
-        return True
-    return False
+    away = _error(module, captured, want, got, args, kwargs)
+    return f"its outputs are {away:.1e} (relative) from the module's" if away else ""
 
 
 def _apart(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> float | None:
-    """Return how far apart their outputs are, relative; 0 where that is rounding, or one of them takes no such inputs.
-
-    None where the module differs from itself.
-    """
+    """Return how far apart their outputs are, as `_error`; 0 where one of them takes no such inputs."""
     try:
         want, got = run(module, args, kwargs), run(captured, args, kwargs)
     except Exception:  # a program that insists on its path, or on its sizes, is not wrong
         return 0.0
+    return _error(module, captured, want, got, args, kwargs)
+
+
+def _error(
+    module: nn.Module, captured: CapturedModule, want: Outputs, got: Outputs, args: Args, kwargs: Kwargs
+) -> float | None:
+    """Return how far apart what a module and its program give is, relative; 0 where that is rounding.
+
+    None where the module differs from itself.
+    """
     error = apart([want], [got])
     if error <= SAME:
         return 0.0
