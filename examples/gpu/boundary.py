@@ -6,9 +6,9 @@
 
 A graph chains boundaries, h and z of one being x and f of the next, so that launches and not sessions are timed.
 Forms: `fused` one kernel (lnrewrite::NormAddNorm), `two` a norm and a Skip* with its sum, `three` norm, Add, norm,
-`plain` norms in the primitives that torch.onnx writes, `pre` Skip* alone: what a Pre-LN boundary costs. On CUDA they
-replay CUDA graphs on bound memory, timed by events; forms take turns in an order shuffled anew every round. `limit` is
-how long copying as many bytes as `fused` moves (4 tensors) takes on that device.
+`plain` norms in the primitives that torch.onnx writes; of a Pre-LN boundary, `pre` Skip*, `apart` Add and norm. On CUDA
+they replay CUDA graphs on bound memory, timed by events; forms take turns in an order shuffled anew every round.
+`limit` is how long copying as many bytes as `fused` moves (4 tensors) takes on that device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lnrewrite import LnrewriteError
 from lnrewrite.kernels.library import register
 from lnrewrite.runtime.sessions import PROVIDERS
 
-FORMS = ("fused", "two", "three", "plain", "pre")
+FORMS = ("fused", "two", "three", "plain", "pre", "apart")
 TYPES = {
     "fp32": (TensorProto.FLOAT, torch.float32), "fp16": (TensorProto.FLOAT16, torch.float16),
     "bf16": (TensorProto.BFLOAT16, torch.bfloat16),
@@ -74,7 +74,7 @@ def chain(form: str, norm: str, hidden: int, dtype: int, boundaries: int) -> byt
             branch = normed(f, f"p{i}") if form == "two" else f
             op(skip, [branch, x, "g", *bias], [z, "", "", h], "com.microsoft", epsilon=EPS)
         else:
-            op("Add", [normed(f, f"p{i}"), x], [h])
+            op("Add", [f if form == "apart" else normed(f, f"p{i}"), x], [h])
             normed(h, z)
         f, x = z, h
     kind = helper.tensor_dtype_to_np_dtype(dtype)
