@@ -80,6 +80,34 @@ def test_generates(tmp_path: Path, name: str, target: str, dtype: str) -> None:
     assert given["present.0.key"] == ["batch_size", heads, "total_sequence_length", size]
     assert taken["attention_mask"] == ["batch_size", "total_sequence_length"]
     assert list(given)[0] == "logits"
+    biased = [n for n in graph.node if n.op_type == KERNELS[0] and len(n.input) > 10 and n.input[10]]
+    assert len(biased) == (made[KERNELS[0]] if target == "cpu" else 0)
+
+
+ROOM = 24
+
+
+@pytest.mark.parametrize("name", rows(("llama", "gpt2", "opt", "gpt_neox", "qwen3"), sample=["llama"]))
+def test_sizes_that_never_change(tmp_path: Path, name: str) -> None:
+    """With a cache and a mask of one size, as a CUDA graph has them, it gives the tokens of a cache that grows."""
+    held, path = decoder(model_of(name)), tmp_path / "model.onnx"
+    held.export(path, target="cuda", dtype="fp16")
+    file, draw = runnable(read(path, name)), torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, held.part.vocabulary, (1, 12), generator=draw)
+    sizes = {n: list(v.shape) for n, v in file.inputs.items() if len(v.shape) == 4}
+    logits = []
+    for room in (0, ROOM):
+        cache = {n: torch.zeros(1, shape[1], room, shape[3]) for n, shape in sizes.items()}
+        for start, end in ((0, 7), (7, 8), (8, 12)):
+            places = torch.arange(room or end)
+            call = {"input_ids": tokens[:, start:end], "attention_mask": (places < end)[None].long()}
+            call["position_ids"] = places[None, start:end]
+            out = file.call({n: t for n, t in {**call, **cache}.items() if n in file.inputs})
+            cache = {n: out[n.replace("past_key_values", "present")] for n in cache}
+            logits.append(out["logits"])
+    assert all(t.shape[2] == ROOM for t in cache.values())
+    for grows, stays in zip(logits[:3], logits[3:], strict=True):
+        torch.testing.assert_close(grows, stays, rtol=0, atol=2e-3 * float(grows.abs().max()))
 
 
 ADDS = {
@@ -312,6 +340,52 @@ def test_heads_of_any_size(tmp_path: Path, name: str, target: str, dtype: str) -
     made, grouped = counts(path), how[0] == 24 and (target, dtype) != ("cuda", "fp32")
     assert made[KERNELS[not grouped]] == 2 and not made[KERNELS[grouped]] and not made["Softmax"]
     assert made["RotaryEmbedding"] == (4 if build is odd else 0)
+
+
+class Counting(transformers.LlamaForCausalLM):
+    """A decoder whose tokens hold how many came before them, padding too, which is no input."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **more: Any) -> Any:
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        places = torch.arange(past, past + input_ids.shape[1])
+        told = {"inputs_embeds": self.model.embed_tokens(input_ids) + torch.sin(0.1 * places)[None, :, None]}
+        return super().forward(**told, attention_mask=attention_mask, past_key_values=past_key_values, **more)
+
+
+class Asking(transformers.LlamaForCausalLM):
+    """A decoder whose tokens hold how many tokens their row has."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **more: Any) -> Any:
+        if attention_mask is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            attention_mask = torch.ones(len(input_ids), past + input_ids.shape[1])
+        tokens = 0.1 * attention_mask.sum(1)[:, None, None] * torch.ones(64)
+        told = {"inputs_embeds": self.model.embed_tokens(input_ids) + tokens}
+        return super().forward(**told, attention_mask=attention_mask, past_key_values=past_key_values, **more)
+
+
+class Skipping(transformers.LlamaForCausalLM):
+    """A decoder that sees every second token before each."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **more: Any) -> Any:
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        back = torch.arange(past, past + input_ids.shape[1])[:, None] - torch.arange(past + input_ids.shape[1])
+        seen = ((back >= 0) & (back % 2 == 0))[None, None]
+        seen = seen if attention_mask is None else seen & (attention_mask[:, None, None] > 0)
+        return super().forward(input_ids, attention_mask=seen, past_key_values=past_key_values, **more)
+
+
+@pytest.mark.parametrize("kind", rows((transformers.LlamaForCausalLM, Counting, Asking, Skipping), sample=[Counting]))
+def test_what_numbers_do_not_say_stays_a_bias(tmp_path: Path, kind: Any) -> None:
+    """Without a bias padding moves; where something beside attention would see that, or a mask hides more, it stays."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    held, path = decoder(kind(config).eval()), tmp_path / "model.onnx"
+    held.export(path, target="cuda", dtype="fp16")
+    generated(Alone(held.part, runnable(read(path, "model"))), TOLERANCE["fp16"], 16, seed=3)
+    grouped = [n for n in onnx.load(path).graph.node if n.op_type == KERNELS[0]]
+    assert [len(n.input) > 10 for n in grouped] == [kind is not transformers.LlamaForCausalLM] * 2
 
 
 def test_what_the_kernels_do_not_take() -> None:

@@ -1,7 +1,7 @@
 """The forms that a norm can have in ONNX, and what each costs on a target: data alone, with where it comes from.
 
-A cost is a time relative to a residual add followed by the norm's own operator, the median over 1 to 512 tokens of 256
-to 2048 channels.
+A cost is a time relative to a residual add followed by the norm's own operator: the median over 1 to 512 tokens of 256
+to 2048 channels, on a GPU over 1 to 16,384 tokens of 768 to 8192 channels.
 """
 
 from __future__ import annotations
@@ -9,28 +9,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ..backends.onnx.norms import EXPERTS, GROUPED, HEADED, LAYER, RMS, SKIP
+from ..backends.onnx.norms import EXPERTS, GROUPED, HEADED, LAYER, RMS, SKIP, UNBIASED
 
 DECOMPOSED = "decomposed"
 
 MEASURED = "measured on one CPU core with ORT 1.31: python examples/measure_forms.py"
 OLDER = "measured on one CPU core with ORT 1.28"
+ON_GPU = "measured on an H200 with ORT 1.31: python examples/gpu/boundary.py, columns pre and apart"
 READ = "read from the CUDA provider's kernels of ORT 1.31, not measured"
 
 
 NO_CUDA_KERNEL = frozenset({
-    "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr",
-    "BitwiseXor", "Col2Im", "ConvInteger", "Cosh", "CumProd", "DFT", "Det", "Hardmax", "MaxRoiPool",
+    "Acos", "Acosh", "ArgMax", "ArgMin", "Asin", "Asinh", "Atan", "Atanh", "BitShift", "BitwiseAnd", "BitwiseNot",
+    "BitwiseOr", "BitwiseXor", "Col2Im", "ConvInteger", "Cosh", "CumProd", "DFT", "Det", "Hardmax", "MaxRoiPool",
     "MelWeightMatrix", "Multinomial", "QLinearConv", "QLinearMatMul", "STFT", "Sinh", "SplitToSequence", "Tan",
     "Unique",
 })  # fmt: skip
-"""Standard operators on numbers that have no function body and whose names ORT 1.31.1's CUDA provider does not hold."""
+"""Standard operators on numbers that have no function body and whose names ORT 1.31.1's CUDA provider does not hold, or
+for versions before 12 alone (ArgMax, ArgMin)."""
 
 
 KERNELS = {
     ("cpu", "fp32"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp32"): (HEADED, EXPERTS),
-    ("cpu", "fp16"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp16"): (GROUPED, HEADED, EXPERTS),
-    ("cpu", "bf16"): (GROUPED,), ("cuda", "bf16"): (GROUPED, EXPERTS),
+    ("cpu", "fp16"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp16"): (GROUPED, UNBIASED, HEADED, EXPERTS),
+    ("cpu", "bf16"): (GROUPED,), ("cuda", "bf16"): (GROUPED, UNBIASED, EXPERTS),
 }  # fmt: skip
 """The kernels of attention and of experts that ONNX Runtime has for a target and type."""
 SINCE = {EXPERTS: (1, 28)}
@@ -108,10 +110,11 @@ TARGETS = {
             "cuda",
             True,
             (
-                Cost(SKIP[LAYER], 0.8, READ, frozenset({"float16"}), _RANKS, since=(1, 27)),
-                Cost(SKIP[RMS], 0.8, READ, frozenset({"float16"}), _RANKS, since=(1, 27)),
+                Cost(SKIP[LAYER], 0.38, ON_GPU, frozenset({"float16"}), _RANKS, since=(1, 27)),
+                Cost(SKIP[RMS], 0.58, ON_GPU, frozenset({"float16"}), _RANKS, since=(1, 27)),
+                Cost(SKIP[RMS], 0.46, ON_GPU, frozenset({"bfloat16"}), _RANKS),
                 Cost(SKIP[LAYER], 0.8, READ, frozenset({"float32", "bfloat16"}), _RANKS),
-                Cost(SKIP[RMS], 0.8, READ, frozenset({"float32", "bfloat16"}), _RANKS),
+                Cost(SKIP[RMS], 0.8, READ, frozenset({"float32"}), _RANKS),
             ),
         ),
     )

@@ -11,8 +11,10 @@ from torch import Tensor, fx
 from ..torch.module import CapturedModule, register
 from .experts import mix_with
 from .heads import MASK, Attention, find, same
-from .kernel_calls import apart, attend, attend_heads, bias, flat, lengths, merged, padding, turned
+from .kernel_calls import apart, attend, attend_heads, bias, flat, lengths, merged, turned
+from .norms import UNBIASED
 from .rotation import Bench, Rotation
+from .rows import WINDOW, count_rows
 
 aten = torch.ops.aten
 COS, SIN = "cos_cache", "sin_cache"
@@ -46,10 +48,13 @@ def group(module: CapturedModule, most: int, kernels: Collection[str]) -> bool:
     for each in list(find(module.graph, kernels, bench, most)):
         writing.one(each)
     _finish(module, kernels)
+    if UNBIASED in kernels:
+        count_rows(module.graph, ids, mask, bench.positions)
+        _sweep(module)
     cache = [node for name, node in placed.items() if name.startswith("past_")]
     users = {user for node in cache for user in node.users}
     sized = [user for user in users if user.target is aten.sym_size.int]
-    whole = bool(writing.lengths) and all(user.target in (attend, lengths) for user in users.difference(sized))
+    whole = bool(writing.lengths) and all(user.target is attend for user in users.difference(sized))
     if whole:
         _measure(module.graph, ids, mask, [user for user in sized if user.args[1] == 2])
     return whole
@@ -57,6 +62,10 @@ def group(module: CapturedModule, most: int, kernels: Collection[str]) -> bool:
 
 def _finish(module: CapturedModule, kernels: Collection[str]) -> None:
     mix_with(module, kernels)
+    _sweep(module)
+
+
+def _sweep(module: CapturedModule) -> None:
     module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "get_attr", "output"))
 
 
@@ -64,11 +73,15 @@ def _measure(graph: fx.Graph, ids: fx.Node, mask: fx.Node, sized: list[fx.Node])
     """Tell the number of tokens before these by the mask, which has one more number for each of these."""
     if not sized:
         return
-    with graph.inserting_after(max(graph.find_nodes(op="placeholder"), key=list(graph.nodes).index)):
+    with graph.inserting_after(_last_input(graph)):
         told = graph.call_function(before, (ids, mask))
     for node in sized:
         node.replace_all_uses_with(told, propagate_meta=False)
         told.meta["val"] = node.meta["val"]
+
+
+def _last_input(graph: fx.Graph) -> fx.Node:
+    return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
 def before(ids: Tensor, mask: Tensor) -> int:
@@ -123,8 +136,10 @@ class _Writing:
             held = [None, None]
         assert found.past is not None
         numbers = (found.parts.scale, found.parts.cap, bool(turn and turn.interleaved))
-        rest = (*found.past, *self.lengths, *held, self.bias(found), *numbers)
-        return graph.call_function(attend, (q, k, v, *rest))
+        rest = (*found.past, *self.lengths, *held, self.bias(found), *numbers, 0)
+        call = graph.call_function(attend, (q, k, v, *rest))
+        call.meta[WINDOW] = found.window
+        return call
 
     def headed(self, found: Attention) -> fx.Node:
         """Call the kernel that takes keys and values of all heads: as they are made, or turned already."""
@@ -174,13 +189,12 @@ class _Writing:
         return self.graph.call_function(flat, (node,))
 
     def bias(self, found: Attention) -> fx.Node | None:
-        """Return a mask as a bias, one for all layers that have it: of padding alone where that is all it says."""
+        """Return a mask as a bias, one for all layers that have it."""
         if found.parts.mask is None:
             return None
-        mask, q = same(found.parts.mask), found.parts.q
+        mask = same(found.parts.mask)
         if mask not in self.biases:
-            call = (padding, (self.mask, self.ids, q)) if found.plain else (bias, (mask, q))
-            self.biases[mask] = self.graph.call_function(*call)
+            self.biases[mask] = self.graph.call_function(bias, (mask, found.parts.q))
         return self.biases[mask]
 
     def table(self, turn: Rotation) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from ..torch.fixed import ASSERT
 from ..torch.lift import lift, parameter_names
 from ..torch.module import Args, CapturedModule, Kwargs, register, stored
 from .attention import attention, unhidden
+from .heads import is_whole
 from .norms import ONES, OPERATORS, SITE, attributes
 from .shapes import infer_shapes
 
@@ -116,7 +117,9 @@ class _Semantic:
         self.nodes = {n.name: n for n in self.graph.nodes}
 
     def finish(self) -> CapturedModule:
-        """Drop what the norms were computed with, and assertions, and return the module in eval mode."""
+        """Drop what the norms were computed with, assertions and slices of all; return the module in eval mode."""
+        for node in filter(is_whole, self.graph.nodes):
+            node.replace_all_uses_with(node.all_input_nodes[0])
         for node in self.graph.find_nodes(op="call_function", target=ASSERT):
             self.graph.erase_node(node)
         self.graph.eliminate_dead_code()

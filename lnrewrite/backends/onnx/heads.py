@@ -9,8 +9,10 @@
       -> y = MultiHeadAttention(q, k, v, mask)
 
 The first, where its contract is kept. Every row's keys are as long as the cache and the new tokens together, padding
-too: the mask, as a bias, hides what a row does not see. Positions are counted by the kernel, from the cache's length
-on: a row that is padded on the left is rotated further than the model does, keys and queries alike, which their
+too: the mask, as a bias, hides what a row does not see. With a bias CUDA's kernel computes all scores first, and keeps
+them: there, masks that hide no more than later tokens, padding and what lies beyond a window are told by numbers, how
+many keys each row has, and how wide the window is; see `rows.py`. Positions are counted by the kernel, from a row's
+length on: a row that is padded on the left is rotated further than the model does, keys and queries alike, which their
 products do not see. Several new tokens after a past need a batch of one; the size of a head is a multiple of 8, of 16
 with rotary inside, else RotaryEmbedding stands before it. The second keeps no cache that heads share: what repeats keys
 and values stays before it, as does RotaryEmbedding.
@@ -48,8 +50,9 @@ class Attention:
     """Hold the nodes of one attention; q, k, v are [batch, heads, new, size], `turn` rotates q and k.
 
     parts: what it is computed of. past, present: its cache, where the kernel keeps it. grouped: whether it is
-    GroupQueryAttention. plain: whether the mask hides nothing but later tokens and padding. inside: whether the kernel
-    rotates; else an operator before it does. turned: new keys, rotated and as they were, that others read too.
+    GroupQueryAttention. window: how many tokens the mask shows besides padding, 0 for all before, None where it says
+    more than that. inside: whether the kernel rotates; else an operator before it does. turned: new keys, rotated and
+    as they were, that others read too.
     """
 
     node: fx.Node
@@ -62,7 +65,7 @@ class Attention:
     turn: Rotation | None = None
     turned: Pair | None = None
     grouped: bool = False
-    plain: bool = False
+    window: int | None = None
     inside: bool = False
 
 
@@ -81,7 +84,7 @@ def find(graph: fx.Graph, kernels: Collection[str], bench: Bench | None = None, 
     bench: of a decoder with a cache, whose rotations are found; their tables reach to `most` positions.
     """
     tables: list[Rotation] = []
-    masks: dict[fx.Node, tuple[bool, bool]] = {}
+    masks: dict[fx.Node, tuple[bool, int | None]] = {}
     for node in graph.nodes:
         parts = _parts(node) if node.op == "call_function" else None
         if parts is None:
@@ -91,8 +94,8 @@ def find(graph: fx.Graph, kernels: Collection[str], bench: Bench | None = None, 
         if bench is not None and GROUPED in kernels and (found := _grouped(node, parts, kept)) and parts.mask:
             if parts.mask not in masks:
                 masks[parts.mask] = _hides(bench, parts.mask, most)
-            causal, plain = masks[parts.mask]
-            found = replace(found, plain=plain) if causal else None
+            causal, window = masks[parts.mask]
+            found = replace(found, window=window) if causal else None
         if found is None and HEADED in kernels:
             found = _headed(node, parts, kept)
         if found is not None:
@@ -173,12 +176,12 @@ def _is(node: fx.Node, name: str) -> bool:
 
 def same(node: fx.Node) -> fx.Node:
     """Return what a node is a copy of: slices of everything and copies."""
-    while any(_is(node, name) for name in ("clone", "contiguous", "alias", "detach")) or _is_whole(node):
+    while any(_is(node, name) for name in ("clone", "contiguous", "alias", "detach")) or is_whole(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _is_whole(node: fx.Node) -> bool:
+def is_whole(node: fx.Node) -> bool:
     """Return whether a node is a slice of everything."""
     if not _is(node, "slice"):
         return False
@@ -186,15 +189,15 @@ def _is_whole(node: fx.Node) -> bool:
     return start in (0, None) and (end is None or isinstance(end, int) and end >= WHOLE) and node.args[4:] in ((), (1,))
 
 
-def _hides(bench: Bench, mask: fx.Node, most: int) -> tuple[bool, bool]:
-    """Return whether a mask hides every later token, as the kernel does whatever its bias is, and nothing but padding.
+def _hides(bench: Bench, mask: fx.Node, most: int) -> tuple[bool, int | None]:
+    """Return whether a mask hides every later token, as the kernel does whatever its bias is, and its window.
 
-    It is run: on rows with padding, and on one token behind as many others as the model knows, for a window hides some.
+    0: it has none; None: it hides other things besides padding. It is run: on rows with padding, and on one token
+    behind as many others as the model knows.
     """
     held = next(n for n in bench.module.graph.find_nodes(op="placeholder") if n.name == MASK)
     given = torch.randint(0, 2, (3, 9), generator=torch.Generator().manual_seed(0))
     given[:, -1] = 1
-
     exact = True
 
     def seen(padding: Tensor, new: int) -> Tensor:
@@ -207,13 +210,16 @@ def _hides(bench: Bench, mask: fx.Node, most: int) -> tuple[bool, bool]:
         exact &= not bool(found[shown].any())  # what is seen has nothing added to it
         return shown
 
-    earlier = torch.ones(5, 9, dtype=torch.bool).tril(4)
     try:
         some, last = seen(given, 5), seen(torch.ones(1, most, dtype=torch.int64), 1)
     except (LookupError, RuntimeError, TypeError, AttributeError):
-        return False, False
-    plain = exact and bool(last.all()) and torch.equal(some[:, 0], earlier & given[:, None].bool())
-    return not bool(some[..., ~earlier].any()), plain and some.shape[1] == 1
+        return False, None
+    back = torch.arange(4, 9)[:, None] - torch.arange(9)
+    wide = int(last.sum()) if last.numel() == most else 0
+    near = (back >= 0) & (back < wide) & given[:, None].bool()
+    plain = exact and some.shape[1] == 1 and wide > 0 and bool(last[..., -wide:].all())
+    plain = plain and torch.equal(some[:, 0], near)
+    return not bool(some[..., back < 0].any()), (wide % most if plain else None)
 
 
 def _turned(bench: Bench, found: Attention, most: int, tables: list[Rotation]) -> Attention:

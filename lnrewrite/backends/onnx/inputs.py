@@ -14,6 +14,8 @@ from ..inputs import Tensors, draw
 from .session import input_of
 
 Sizes = dict[str, int]
+KEEPING = {"Cast", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Clip", "Max", "Min"}
+"""What may stand between ids and the table that they look up."""
 TRIALS = 600
 MOST = 1 << 24
 """How many numbers an input that is made up may have."""
@@ -65,7 +67,7 @@ def drawn(spec: InputSpec, seed: int) -> Tensors:
 
 
 def id_limits(model: ir.Model) -> dict[str, int]:
-    """Return how many rows the table has that each integer input looks up, straight or through casts and shapes."""
+    """Return how many rows the table has that each integer input looks up, straight or moved, cast or shaped."""
     limits: dict[str, int] = {}
     for name, value in given(model).items():
         todo, seen = [value], set[ir.Node]()
@@ -80,7 +82,7 @@ def id_limits(model: ir.Model) -> dict[str, int]:
                 if looked and table is not None and table.const_value is not None and node.op_type == "Gather":
                     rows = table.const_value.shape[0]
                     limits[name] = min(limits.get(name, 1 << 31), int(str(rows)))
-                elif node.op_type in {"Cast", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Clip", "Max", "Min"}:
+                elif node.op_type in KEEPING or (node.op_type, index) == ("Gather", 0):
                     todo += node.outputs
     return limits
 

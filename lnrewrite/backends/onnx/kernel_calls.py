@@ -16,10 +16,15 @@ In a row that sees nothing the sum of the least number and a score would be minu
 
 
 def lengths(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last index of each row's keys [batch], and their number: attention_mask tells it, [batch, keys]."""
-    total = mask.shape[1]
-    last = torch.full((ids.shape[0],), total - 1, dtype=torch.int32, device=ids.device)
-    return last, torch.full((), total, dtype=torch.int32, device=ids.device)
+    """Return the last index of each row's keys [batch], and how many there may be: attention_mask says, [batch, keys].
+
+    All rows have as many: the last is the last that any row's mask shows, which may be longer than the text, as a CUDA
+    graph has it, whose sizes are those of the cache.
+    """
+    rows, total = ids.shape[0], mask.shape[1]
+    own, places = (torch.arange(1, size + 1, dtype=torch.int32, device=mask.device) for size in (ids.shape[1], total))
+    seen = torch.maximum((mask.to(torch.int32) * places).amax((0, 1)), own.amax(0))
+    return (seen - 1).expand(rows), torch.full((), total, dtype=torch.int32, device=ids.device)
 
 
 def bias(mask: Tensor, q: Tensor) -> Tensor:
@@ -30,12 +35,6 @@ def bias(mask: Tensor, q: Tensor) -> Tensor:
     if mask.dtype is torch.bool:
         return torch.where(mask, torch.zeros_like(least), least)
     return torch.maximum(mask.to(q.dtype), least)
-
-
-def padding(mask: Tensor, ids: Tensor, like: Tensor) -> Tensor:
-    """Return what is added to the scores of tokens [batch, new] for padding in attention_mask [batch, keys]."""
-    hidden = (1 - mask.to(like.dtype)) * LEAST
-    return hidden[:, None, None].expand(-1, 1, ids.shape[1], -1)
 
 
 def merged(x: Tensor) -> Tensor:
@@ -63,7 +62,8 @@ def apart(x: Tensor, heads: int) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, last: Tensor, total: Tensor,
-    cos: Tensor | None, sin: Tensor | None, mask: Tensor, scale: float, cap: float, interleaved: bool,
+    cos: Tensor | None, sin: Tensor | None, mask: Tensor | None, scale: float, cap: float, interleaved: bool,
+    window: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Represent the kernel in a graph that is traced: it has shapes and no values."""
     size, kv = past_k.shape[3], past_k.shape[1]
@@ -72,10 +72,15 @@ def attend(
         held["softcap"] = cap
     if cos is not None:
         held |= {"do_rotary": 1, "rotary_interleaved": int(interleaved)}
+    if window:
+        held["local_window_size"] = window
+    given = [q, k, v, past_k, past_v, last, total, cos, sin, None, mask]
+    while given[-1] is None:
+        given.pop()
     present = (past_k.shape[0], kv, past_k.shape[2] + q.shape[1], size)
     return tuple(
         torch.onnx.ops.symbolic_multi_out(
-            f"{CONTRIB}::{GROUPED}", (q, k, v, past_k, past_v, last, total, cos, sin, None, mask), {**held},
+            f"{CONTRIB}::{GROUPED}", given, {**held},
             dtypes=(q.dtype,) * 3, shapes=(q.shape, present, present), version=1,
         )
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Attention of ONNX Runtime as functions in torch, in the terms of `torch_table.py`.
 
-Source: the documentation of its contributed operators (microsoft/onnxruntime, docs/ContribOperators.md). Rows of
-different lengths, which the kernels take too, and quantized caches are not taken.
+Source: the documentation of its contributed operators (microsoft/onnxruntime, docs/ContribOperators.md). Quantized
+caches are not taken.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ def after(past: Tensor | None, x: Tensor) -> Tensor:
     return x if past is None else torch.cat([past, x], 2)
 
 
+def put(past: Tensor | None, x: Tensor, at: Tensor, size: int) -> Tensor:
+    """Return a cache [b, n, p, d], made as long as `size`, with new keys or values x [b, n, s, d] at places [b, s]."""
+    room = size - (0 if past is None else past.shape[2])
+    held = after(past, x.new_zeros(*x.shape[:2], room, x.shape[3]))
+    return held.scatter(2, at[:, None, :, None].expand_as(x), x)
+
+
 def multi_head_attention(
     q: Tensor, k: Tensor | None = None, v: Tensor | None = None, bias: Tensor | None = None,
     padding: Tensor | None = None, added: Tensor | None = None, past_k: Tensor | None = None,
@@ -55,25 +62,26 @@ def group_query_attention(
         size = q.shape[-1] // (num_heads + 2 * kv_num_heads)
         q, k, v = q.split([n * size for n in (num_heads, kv_num_heads, kv_num_heads)], -1)
     q, k, v = (heads(x, n) for x, n in ((q, num_heads), (k, kv_num_heads), (v, kv_num_heads)))
-    new, past = q.shape[2], 0 if past_k is None else past_k.shape[2]
-    if lengths is None or not bool((lengths + 1 == past + new).all()):
-        raise NotImplementedError("GroupQueryAttention of rows of different lengths")
-    at = torch.arange(past, past + new)
+    if lengths is None or total is None:
+        raise NotImplementedError("GroupQueryAttention that is not told how many keys there are")
+    new, size = q.shape[2], max(int(total), 0 if past_k is None else past_k.shape[2])
+    at = (lengths.long().reshape(-1, 1) + 1 - new).clamp(min=0) + torch.arange(new)  # [b, new]: where new keys go
     if do_rotary and cos is not None and sin is not None:
-        turns = at[None] if places is None else places
+        turns = at if places is None else places
         q, k = (rotated(x, turns, cos, sin, rotary_interleaved) for x in (q, k))
-    k, v = after(past_k, k), after(past_v, v)
-    every = (x.repeat_interleave(num_heads // kv_num_heads, 1) for x in (k, v))
-    keys, values = every
+    k, v = (put(past, x, at, size) for past, x in ((past_k, k), (past_v, v)))
+    keys, values = (x.repeat_interleave(num_heads // kv_num_heads, 1) for x in (k, v))
     scores = q @ keys.mT * (scale or q.shape[-1] ** -0.5)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    back = at[:, None] - torch.arange(past + new)
+    back = (at[..., None] - torch.arange(size)).unsqueeze(1)
     hidden = (back < 0) | (back >= local_window_size if local_window_size >= 0 else torch.tensor(False))
-    scores = (scores if added is None else scores + added).masked_fill(hidden, -torch.inf)
+    if added is not None:  # [.., total]: there may be room behind
+        scores = scores + F.pad(added, (0, size - added.shape[-1]))
+    scores = scores.masked_fill(hidden, -torch.inf)
     if smooth_softmax or sink is not None:  # one more key, without a value
         more = torch.zeros(num_heads) if sink is None else sink
         scores = torch.cat([scores, more.to(scores).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    found = scores.softmax(-1)[..., : past + new] @ values
+    found = scores.softmax(-1)[..., :size] @ values
     return found.transpose(1, 2).flatten(2), k, v
 
 
