@@ -114,6 +114,17 @@ def test_genai(checkpoint: Path, tmp_path: Path, plan: str) -> None:
     assert list(found.tokens) == wanted(model, 48)
 
 
+def test_for_cuda(checkpoint: Path, tmp_path: Path) -> None:
+    """The config names the provider; without CUDA, both engines run the folder on the CPU, and that is said."""
+    lnr.export_model(checkpoint, served := tmp_path / "served", target="cuda", dtype="fp16")
+    options = json.loads((served / "genai_config.json").read_text())["model"]["decoder"]["session_options"]
+    assert [*options["provider_options"][0]] == ["cuda"]
+    plain = generate(served, PROMPT, most=8, engine="session").tokens
+    if importlib.util.find_spec("onnxruntime_genai"):
+        said = ok("generate", served, PROMPT, "--max-new-tokens", 8, "--engine", "genai", "--json")
+        assert tuple(json.loads(said.stdout)["tokens"]) == plain and "it runs on the CPU" in said.stderr
+
+
 BOUNDARIES = {"peri": 4, "output": 4, "post": 0}
 """How many operators of ours two layers have; in Post-LN nothing stands between a branch and its sum."""
 

@@ -132,20 +132,28 @@ def export_graphs(source: Source, output: str | os.PathLike[str], *, force: bool
 
     Raises as that, and LnrewriteError LN025.
     """
-    return _written(source, _graphs(source), lambda program, path: program.export(path, **how), output, force)
+    graphs = _graphs(source)
+    return _written(source, graphs, lambda program, path: program.export(path, **how), output, force, how.get("target"))
 
 
-def _written(source: Source, graphs: Graphs, make: Make, output: str | os.PathLike[str], force: bool) -> Report:
+def _written(
+    source: Source,
+    graphs: Graphs,
+    make: Make,
+    output: str | os.PathLike[str],
+    force: bool,
+    target: str | None = None,
+) -> Report:
     """Write a folder with what `make` makes of each graph, and all else that the source holds."""
-    target = check_folder(output, source.file, force)
-    check_room(target, source.file)
+    place = check_folder(output, source.file, force)
+    check_room(place, source.file)
     reports, left = dict[str, Report](), {path for graph in source.graphs for path in files_of(graph)}
-    with whole(target, source.file, force) as folder:
+    with whole(place, source.file, force) as folder:
         for name, opened in graphs.items():
             reports[name] = make(opened(), folder / name)
         carry(source.file, folder, lambda path: path in left)
-        bring_kernels(folder)
-    return replace(together(reports), output=str(target))
+        tell_genai(folder, target)
+    return replace(together(reports), output=str(place))
 
 
 def files_of(graph: Path) -> list[Path]:
@@ -161,18 +169,26 @@ def files_of(graph: Path) -> list[Path]:
     return [graph, *(graph.parent / name for name in sorted({*named, *data_names(graph)}))]
 
 
-def bring_kernels(folder: Path) -> None:
-    """Copy lnrewrite's kernels beside graphs that hold operators of it, and name them in genai's config."""
+def tell_genai(folder: Path, target: str | None = None) -> None:
+    """Copy lnrewrite's kernels beside graphs that hold operators of it; let genai's config name them and the provider.
+
+    target: what the graphs were exported for; a config that names a provider keeps it.
+    """
     library = find() if any(map(holds_operators, folder.glob("*.onnx"))) else None
-    if library is None:
+    if library is not None:
+        shutil.copyfile(library, folder / library.name)
+    if (library is None and target != "cuda") or not (folder / GENAI).is_file():
         return
-    shutil.copyfile(library, folder / library.name)
-    if (folder / GENAI).is_file():
-        held: Json = read_json(folder / GENAI)
-        decoder = held.get("model", {}).get("decoder", {})
-        if isinstance(decoder, dict):
-            decoder.setdefault("session_options", {})["custom_ops_library"] = library.name
-            write_json(folder / GENAI, held)
+    held: Json = read_json(folder / GENAI)
+    decoder = held.get("model", {}).get("decoder", {})
+    if not isinstance(decoder, dict):
+        return
+    options = decoder.setdefault("session_options", {})
+    if library is not None:
+        options["custom_ops_library"] = library.name
+    if target == "cuda" and not options.get("provider_options"):
+        options["provider_options"] = [{"cuda": {"enable_cuda_graph": "0"}}]
+    write_json(folder / GENAI, held)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from ..loading.configs import read_config
 from ..models.decoder import Decoder, EncoderDecoder
 from ..pipeline.report import Report
 from ..runtime.generating import GENAI, GENERATION, MODEL
-from .graphs import bring_kernels, together, write_json
+from .graphs import tell_genai, together, write_json
 from .writing import whole
 
 BESIDE = (
@@ -60,7 +60,7 @@ def export_folder(
         else:
             report = _each(made, program, **how)
             _carry(made, next(iter(program.parts.values())).part.model, source)
-        bring_kernels(made)
+        tell_genai(made, how.get("target"))
     return replace(report, output=str(target), notes=(*report.notes, *notes))
 
 

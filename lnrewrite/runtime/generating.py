@@ -21,6 +21,7 @@ from ..kernels.library import find
 from ..loading.foreign import Foreign, Json, read_file
 from ..loading.identify import damaged
 from ..loading.transformers import tokenizer_in
+from ..quiet import LOGGER
 from .sessions import session
 
 GENAI, GENERATION, MODEL = "genai_config.json", "generation_config.json", "model.onnx"
@@ -135,12 +136,21 @@ def _check(folder: Path) -> None:
                 raise damaged(str(folder), f"{GENAI} names {value[:60]!r}, which is not a file of the folder")
 
 
+def _for_cuda(folder: Path) -> bool:
+    """Return whether a folder's config names CUDA, and no other provider, to run its decoder."""
+    options = read_json(folder / GENAI)["model"]["decoder"].get("session_options", {}).get("provider_options", [])
+    return [name for each in options for name in each] == ["cuda"]
+
+
 def _by_genai(folder: Path, ids: list[int], most: int, threads: int | None) -> Iterator[int]:
     """Yield tokens that onnxruntime-genai chooses. Raises LnrewriteError LN017 and LN015 as `_check`."""
     _check(folder)
     import onnxruntime_genai as genai
 
     config = genai.Config(str(folder))
+    if _for_cuda(folder) and not genai.is_cuda_available():  # its graph runs here all the same
+        LOGGER.warning("note: the folder is for CUDA, which is not here: it runs on the CPU")
+        config.clear_providers()
     if threads is not None:
         config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
     try:
