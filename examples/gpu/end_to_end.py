@@ -26,7 +26,7 @@ import onnx
 import onnxruntime
 import torch
 from boundary import timed
-from onnx import TensorProto, numpy_helper
+from weights import draw, hollow
 
 from lnrewrite.kernels.library import register
 from lnrewrite.runtime.sessions import PROVIDERS, holds_operators
@@ -45,7 +45,6 @@ MODELS = {
 }  # fmt: skip
 FORMS = ("plain", "optimizer", "onnxscript", "ops", "custom", "none")
 NORMS = {"LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"}
-LARGE = 4096  # numbers: larger weights are drawn where the model runs
 
 
 # ---- graphs, on a machine with transformers ----
@@ -134,32 +133,7 @@ def without_norms(program: Any, target: Path) -> None:
     ir.save(model, target, external_data="made.data")
 
 
-def hollow(source: Path, target: Path) -> None:
-    """Write a model with a zero-filled promise in the place of every large weight: its shape and type, no content."""
-    model = onnx.load(source)
-    for tensor in model.graph.initializer:
-        if np.prod(tensor.dims) > LARGE and tensor.data_type in (TensorProto.FLOAT16, TensorProto.FLOAT):
-            for field in ("raw_data", "float_data", "int32_data", "external_data", "data_location"):
-                tensor.ClearField(field)
-            tensor.doc_string = "drawn"
-    target.write_bytes(model.SerializeToString())
-
-
 # ---- times, on a machine with a GPU ----
-
-
-def fill(source: Path, folder: Path) -> Path:
-    """Draw the weights of a hollow model, the same for the same shape, and write it with them beside it."""
-    model = onnx.load(source)
-    for tensor in model.graph.initializer:
-        if tensor.doc_string == "drawn":
-            generator = torch.Generator().manual_seed(int(np.prod(tensor.dims)) % 2**31)
-            kind = torch.float16 if tensor.data_type == TensorProto.FLOAT16 else torch.float32
-            values = 0.02 * torch.randn(list(tensor.dims), generator=generator)
-            tensor.CopyFrom(numpy_helper.from_array(values.to(kind).numpy(), tensor.name))
-    target = folder / source.name
-    onnx.save(model, target, save_as_external_data=True, location=f"{source.stem}.data")
-    return target
 
 
 class Timed:
@@ -210,19 +184,18 @@ def free(target: str) -> int:
 def measure(name: str, folder: Path, tokens: int, target: str, rounds: int) -> dict[str, Any]:
     """Time the forms of a model at one length, in turn."""
     models: dict[str, Timed] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        for form in FORMS:
-            source = folder / f"{name}.{form}.onnx"
-            if not source.exists():
-                continue
-            try:
-                models[form] = Timed(fill(source, Path(temporary)), tokens, target)
-            except Exception as why:  # ONNX Runtime has no common base class of its errors
-                click.echo(f"{name} {form}: {' '.join(str(why).split())[:200]}", err=True)
-        taken: dict[str, list[float]] = {form: [] for form in models}
-        for _ in range(rounds):
-            for form in random.sample(list(models), len(models)):
-                taken[form].append(models[form].once(20 if target == "cuda" else 1))
+    for form in FORMS:
+        source = folder / f"{name}.{form}.onnx"
+        if not source.exists():
+            continue
+        try:
+            models[form] = Timed(source, tokens, target)
+        except Exception as why:  # ONNX Runtime has no common base class of its errors
+            click.echo(f"{name} {form}: {' '.join(str(why).split())[:200]}", err=True)
+    taken: dict[str, list[float]] = {form: [] for form in models}
+    for _ in range(rounds):
+        for form in random.sample(list(models), len(models)):
+            taken[form].append(models[form].once(20 if target == "cuda" else 1))
     return {
         "model": name, "tokens": tokens, "us": {form: statistics.median(t) for form, t in taken.items()},
         "memory": {form: model.memory for form, model in models.items()},
@@ -257,6 +230,7 @@ def prepare(folder: Path, small: bool) -> None:
 def run(folder: Path, target: str, rounds: int, out: Path | None) -> None:
     """Time what FOLDER holds, one token and 512."""
     random.seed(0)
+    draw(folder.glob("*.onnx"), folder)
     rows = []
     click.echo(f"| model | tokens | plain us | {' | '.join(f'{f}, times plain' for f in FORMS[1:])} | memory MiB |")
     click.echo("|" + "---|" * (len(FORMS) + 3))
