@@ -69,6 +69,7 @@ def record(folder: Path, family: str, placement: str, fuse: str, dtype: str) -> 
     sizes = {
         "hidden_size": 64, "n_embd": 64, "intermediate_size": 96, "ffn_dim": 96, "vocab_size": 128, "head_dim": 16,
         "word_embed_proj_dim": 64, "num_key_value_heads": 2, "moe_intermediate_size": 32, "pad_token_id": 0,
+        "sliding_window": 5,
         **dict.fromkeys(("num_attention_heads", "n_head"), 4), **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
     }  # fmt: skip
     config = transformers.AutoConfig.for_model(family, **{k: v for k, v in sizes.items() if hasattr(config, k)})
