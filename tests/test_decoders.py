@@ -375,12 +375,27 @@ class Skipping(transformers.LlamaForCausalLM):
         return super().forward(input_ids, attention_mask=seen, past_key_values=past_key_values, **more)
 
 
-@pytest.mark.parametrize("kind", rows((transformers.LlamaForCausalLM, Counting, Asking, Skipping), sample=[Counting]))
+class Chunked(transformers.LlamaForCausalLM):
+    """A decoder that sees the tokens of its own piece of 32, as many at the end of one as a window shows."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **more: Any) -> Any:
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        new, every = (torch.arange(start, past + input_ids.shape[1]) for start in (past, 0))
+        seen = ((new[:, None] >= every) & (new[:, None] // 32 == every // 32))[None, None]
+        seen = seen if attention_mask is None else seen & (attention_mask[:, None, None] > 0)
+        return super().forward(input_ids, attention_mask=seen, past_key_values=past_key_values, **more)
+
+
+KINDS = (transformers.LlamaForCausalLM, Counting, Asking, Skipping, Chunked)
+
+
+@pytest.mark.parametrize("kind", rows(KINDS, sample=[Counting]))
 def test_what_numbers_do_not_say_stays_a_bias(tmp_path: Path, kind: Any) -> None:
     """Without a bias padding moves; where something beside attention would see that, or a mask hides more, it stays."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+    config = transformers.LlamaConfig(**sizes, **heads)
     held, path = decoder(kind(config).eval()), tmp_path / "model.onnx"
     held.export(path, target="cuda", dtype="fp16")
     generated(Alone(held.part, runnable(read(path, "model"))), TOLERANCE["fp16"], 16, seed=3)

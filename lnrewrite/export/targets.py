@@ -35,8 +35,9 @@ KERNELS = {
     ("cpu", "bf16"): (GROUPED,), ("cuda", "bf16"): (GROUPED, UNBIASED, EXPERTS),
 }  # fmt: skip
 """The kernels of attention and of experts that ONNX Runtime has for a target and type."""
-SINCE = {EXPERTS: (1, 28)}
-"""The versions before which kernels compute something else: the factors of a gate were numbers of their own."""
+SINCE = {EXPERTS: (1, 28), UNBIASED: (1, 23)}
+"""Versions before which kernels compute something else: a gate's factors were numbers of their own, a window had
+one token more (microsoft/onnxruntime#25927)."""
 
 
 def release(ort: str) -> tuple[int, int]:

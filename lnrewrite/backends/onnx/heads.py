@@ -192,8 +192,8 @@ def is_whole(node: fx.Node) -> bool:
 def _hides(bench: Bench, mask: fx.Node, most: int) -> tuple[bool, int | None]:
     """Return whether a mask hides every later token, as the kernel does whatever its bias is, and its window.
 
-    0: it has none; None: it hides other things besides padding. It is run: on rows with padding, and on one token
-    behind as many others as the model knows.
+    0: it has none; None: it hides other things besides padding. It is run: on rows with padding, and on the last two of
+    as many tokens as the model knows, to which a window shows equally many, and a chunk does not.
     """
     held = next(n for n in bench.module.graph.find_nodes(op="placeholder") if n.name == MASK)
     given = torch.randint(0, 2, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -211,15 +211,16 @@ def _hides(bench: Bench, mask: fx.Node, most: int) -> tuple[bool, int | None]:
         return shown
 
     try:
-        some, last = seen(given, 5), seen(torch.ones(1, most, dtype=torch.int64), 1)
+        some, last = seen(given, 5), seen(torch.ones(1, most, dtype=torch.int64), 2)
     except (LookupError, RuntimeError, TypeError, AttributeError):
         return False, None
     back = torch.arange(4, 9)[:, None] - torch.arange(9)
-    wide = int(last.sum()) if last.numel() == most else 0
-    near = (back >= 0) & (back < wide) & given[:, None].bool()
-    plain = exact and some.shape[1] == 1 and wide > 0 and bool(last[..., -wide:].all())
-    plain = plain and torch.equal(some[:, 0], near)
-    return not bool(some[..., back < 0].any()), (wide % most if plain else None)
+    behind = torch.arange(most - 2, most)[:, None] - torch.arange(most)
+    wide = int(last[..., -1, :].sum()) if last.shape == (1, 1, 2, most) else 0
+    plain = exact and some.shape[1] == 1 and wide > 1 and torch.equal(last[0, 0], (behind >= 0) & (behind < wide))
+    plain = plain and torch.equal(some[:, 0], (back >= 0) & (back < wide) & given[:, None].bool())
+    window = 0 if wide == most else wide
+    return not bool(some[..., back < 0].any()), (window if plain else None)
 
 
 def _turned(bench: Bench, found: Attention, most: int, tables: list[Rotation]) -> Attention:

@@ -16,15 +16,10 @@ In a row that sees nothing the sum of the least number and a score would be minu
 
 
 def lengths(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last index of each row's keys [batch], and how many there may be: attention_mask says, [batch, keys].
-
-    All rows have as many: the last is the last that any row's mask shows, which may be longer than the text, as a CUDA
-    graph has it, whose sizes are those of the cache.
-    """
-    rows, total = ids.shape[0], mask.shape[1]
-    own, places = (torch.arange(1, size + 1, dtype=torch.int32, device=mask.device) for size in (ids.shape[1], total))
-    seen = torch.maximum((mask.to(torch.int32) * places).amax((0, 1)), own.amax(0))
-    return (seen - 1).expand(rows), torch.full((), total, dtype=torch.int32, device=ids.device)
+    """Return the last index of each row's keys [batch], and their number: attention_mask tells it, [batch, keys]."""
+    total = mask.shape[1]
+    last = torch.full((ids.shape[0],), total - 1, dtype=torch.int32, device=ids.device)
+    return last, torch.full((), total, dtype=torch.int32, device=ids.device)
 
 
 def bias(mask: Tensor, q: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ def _shape(node: fx.Node) -> Sequence[int]:
 
 
 def own_lengths(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `lengths` returns where each row has as many keys as its mask shows."""
-    last = mask.sum(1).clamp(min=1) - 1
+    """Return what `lengths` returns where each row has as many keys as its mask shows, and no fewer than are new."""
+    last = mask.sum(1).clamp(min=ids.shape[1]) - 1
     return last.to(torch.int32), torch.full((), mask.shape[1], dtype=torch.int32, device=ids.device)
 
 
