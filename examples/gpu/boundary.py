@@ -17,7 +17,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ TYPES = {
 EPS = 1e-6
 RMS = "SimplifiedLayerNormalization"
 Timer = Callable[[], float]
+Times = dict[str, list[float]]
 
 
 def chain(form: str, norm: str, hidden: int, dtype: int, boundaries: int) -> bytes:
@@ -103,6 +104,21 @@ def timed(work: Callable[[], object], inner: int, stream: torch.cuda.Stream | No
         end.record(stream)
     end.synchronize()
     return begin.elapsed_time(end) * 1e3 / inner
+
+
+def in_turn(forms: Mapping[str, Callable[[], Any]], rounds: int, inner: int) -> tuple[dict[str, Any], Times]:
+    """Open forms, which have `once`, and time them in turn, in an order shuffled anew every round; say which fail."""
+    models: dict[str, Any] = {}
+    for form, opened in forms.items():
+        try:
+            models[form] = opened()
+        except Exception as why:  # ONNX Runtime has no common base class of its errors
+            click.echo(f"{form}: {' '.join(str(why).split())[:300]}", err=True)
+    taken: Times = {form: [] for form in models}
+    for _ in range(rounds):
+        for form in random.sample(list(models), len(models)):
+            taken[form].append(models[form].once(inner))
+    return models, taken
 
 
 class Machine:

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from boundary import timed
+from boundary import in_turn, timed
 from onnx import TensorProto
 from weights import draw, hollow, left_out
 
@@ -150,16 +151,8 @@ class Timed:
 
 def measure(paths: dict[str, Path], new: int, past: int, held: int, replay: bool, device: str, rounds: int) -> dict:
     """Time forms in turn; return microseconds and, against the first, the ratios round by round with quartiles."""
-    models: dict[str, Timed] = {}
-    for form, path in paths.items():
-        try:
-            models[form] = Timed(path, new, past, held, replay, device)
-        except Exception as why:  # ONNX Runtime has no common base class of its errors
-            click.echo(f"{form}: {' '.join(str(why).split())[:300]}", err=True)
-    taken: dict[str, list[float]] = {form: [] for form in models}
-    for _ in range(rounds):
-        for form in random.sample(list(models), len(models)):
-            taken[form].append(models[form].once(20 if device == "cuda" else 1))
+    forms = {form: partial(Timed, path, new, past, held, replay, device) for form, path in paths.items()}
+    models, taken = in_turn(forms, rounds, 20 if device == "cuda" else 1)
     first = next(iter(taken))
     ratios = {f: [a / b for a, b in zip(t, taken[first], strict=True)] for f, t in taken.items()}
     nodes = {form: len(onnx.load(paths[form], load_external_data=False).graph.node) for form in models}

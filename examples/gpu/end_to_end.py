@@ -17,6 +17,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from boundary import timed
+from boundary import in_turn, timed
 from weights import draw, hollow
 
 from lnrewrite.kernels.library import register
@@ -183,19 +184,9 @@ def free(target: str) -> int:
 
 def measure(name: str, folder: Path, tokens: int, target: str, rounds: int) -> dict[str, Any]:
     """Time the forms of a model at one length, in turn."""
-    models: dict[str, Timed] = {}
-    for form in FORMS:
-        source = folder / f"{name}.{form}.onnx"
-        if not source.exists():
-            continue
-        try:
-            models[form] = Timed(source, tokens, target)
-        except Exception as why:  # ONNX Runtime has no common base class of its errors
-            click.echo(f"{name} {form}: {' '.join(str(why).split())[:200]}", err=True)
-    taken: dict[str, list[float]] = {form: [] for form in models}
-    for _ in range(rounds):
-        for form in random.sample(list(models), len(models)):
-            taken[form].append(models[form].once(20 if target == "cuda" else 1))
+    paths = {form: path for form in FORMS if (path := folder / f"{name}.{form}.onnx").exists()}
+    forms = {form: partial(Timed, path, tokens, target) for form, path in paths.items()}
+    models, taken = in_turn(forms, rounds, 20 if target == "cuda" else 1)
     return {
         "model": name, "tokens": tokens, "us": {form: statistics.median(t) for form, t in taken.items()},
         "memory": {form: model.memory for form, model in models.items()},

@@ -73,15 +73,11 @@ def _measure(graph: fx.Graph, ids: fx.Node, mask: fx.Node, sized: list[fx.Node])
     """Tell the number of tokens before these by the mask, which has one more number for each of these."""
     if not sized:
         return
-    with graph.inserting_after(_last_input(graph)):
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         told = graph.call_function(before, (ids, mask))
     for node in sized:
         node.replace_all_uses_with(told, propagate_meta=False)
         told.meta["val"] = node.meta["val"]
-
-
-def _last_input(graph: fx.Graph) -> fx.Node:
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
 def before(ids: Tensor, mask: Tensor) -> int:
