@@ -98,8 +98,8 @@ class Conversion:
             self.normalize()
         for index, group in enumerate(sums):
             for block in group:
-                if len(samples[block.name].branch) != len(self.trunk):
-                    self.refuse(block, Code.LN114, "the stream changes its number of tokens on the way")
+                if samples[block.name].branch.shape != self.trunk.shape:
+                    self.refuse(block, Code.LN114, "the stream changes its number of tokens or channels on the way")
                     return found
             found += self.sum(group, samples, last=index == len(sums) - 1)
             if index + 1 < len(sums):

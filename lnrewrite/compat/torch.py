@@ -26,6 +26,7 @@ __all__ = [
     "allowed_globals",
     "assert_true",
     "get_layout",
+    "guards",
     "input_tree",
     "operator_name",
     "output_tree",
@@ -57,6 +58,14 @@ def operator_name(target: object) -> str:
     """Return the name of an operator, namespace and overload left out; of another callable, its own; else nothing."""
     schema = schema_of(target)
     return str(getattr(target, "__name__", "")) if schema is None else schema.name.partition("::")[2]
+
+
+def guards(module: fx.GraphModule) -> tuple[Any, ...]:
+    """Return what an export took for granted of the sizes of its inputs: relations of sympy, over their symbols."""
+    values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    found = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+    return tuple(dict.fromkeys(guard.expr for guard in found.guards)) if found else ()
 
 
 # ---- values that nest ----

@@ -72,7 +72,8 @@ def _scaled(graph: OpGraph, branch: Branch, axis: int) -> tuple[tuple[Scale, ...
 def _sites(sites: Sites, branch: Branch, post: NormMatch | None) -> Iterator[Site]:
     """Yield the norms of a branch in dataflow order, and the trunk norm behind its sum."""
     for norm in branch.entries:
-        yield sites.site(Where.IN, norm)
+        read, written = (sites.graph.width(name, norm.axis) for name in (norm.source, branch.add))
+        yield sites.site(Where.IN if read == written else Where.INNER, norm)  # a sum may be of some channels alone
     at_ends = {norm.output for norm in (*branch.entries, *([branch.exit] if branch.exit else []))}
     taken = at_ends | sites.used
     for norm in branch.view.within(branch.root, branch.end):

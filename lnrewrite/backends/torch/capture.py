@@ -21,6 +21,7 @@ from ...quiet import untraced
 from .checked import check, same
 from .dynamic import Axes, Shapes, Trace, dynamic, placeholders, symbols
 from .fixed import drop_settled, fixed_paths, mark, read_by
+from .guarded import guard
 from .module import Args, CapturedModule, Kwargs, unlift
 
 CHOSEN = "what torch.export found at the example inputs"
@@ -71,6 +72,7 @@ def capture_module(
             return trace(dynamic_shapes) if given else dynamic(module, positional, keywords, notes, trace)
 
         captured = _any_way(module, positional, keywords, kept_calls, made)
+        guard(module, captured, positional, keywords)
         if fixed_paths(captured.graph) or not symbols(captured) or dynamic_shapes is not None:
             notes += check(module, captured, positional, keywords)  # `holds` has compared the others
     s = captured.signature
