@@ -151,6 +151,9 @@ def _settled(norm: Norm, width: int) -> tuple[Norm, float]:
         size = "deviation" if norm.kind is Kind.STD else "length"
         why = f"eps is added to the {size} itself: another norm would be off by eps / {size}"
         raise Closed(Code.LN129, why)
+    if _clamped(norm) and norm.eps**2 > LARGEST * width:
+        why = f"sizes below {norm.eps:.3g} are divided by that: another norm would be off by half of ({norm.eps:.3g} / |x|)^2"
+        raise Closed(Code.LN129, why)
     if norm.kind is Kind.STD:
         kind, eps, factor = Kind.LAYER, 0.0, sqrt((width - norm.variant) / width)
     else:

@@ -89,6 +89,10 @@ def _clamp(op: Op, x: Floats, low: Floats | float | None, high: Floats | float |
     return x if high is None else np.minimum(x, high)
 
 
+def _vecdot(op: Op, a: Floats, b: Floats) -> Floats:
+    return np.asarray((a * b).sum(int(op.number("axis"))))
+
+
 def _sum_square(op: Op, x: Floats) -> Floats:
     return _sum(op, x * x)
 
@@ -106,7 +110,8 @@ RUN: dict[str, Callable[..., Floats]] = {
     "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,
     "sum_square": _sum_square, "reshape": _reshape, "slice": _slice, "batch_norm": _batch_norm,
     "matmul": lambda op, a, b, c=None: a @ b if c is None else a @ b + c, "mm": lambda op, a, b: a @ b,
-    "mv": lambda op, a, b: a @ b, "dot": lambda op, a, b: a @ b, "vdot": lambda op, a, b: a @ b,
+    "einsum": lambda op, *each: np.asarray(np.einsum(str(op.attrs["equation"]), *each)), "vecdot": _vecdot,
+    "log": lambda op, a: np.log(a), "hypot": lambda op, a, b: np.hypot(a, b), "mv": lambda op, a, b: a @ b, "dot": lambda op, a, b: a @ b, "vdot": lambda op, a, b: a @ b,
 }  # fmt: skip
 
 
@@ -146,8 +151,9 @@ def affine(graph: OpGraph, start: str, end: str, axis: int, read: Callable[[str]
 def run(ops: Iterable[Op], values: Mapping[str, Floats], end: str) -> Floats:
     """Run `ops` on float64 `values` and return the value of `end`. Raise Unknown for an operator without a rule."""
     known = dict(values)
-    for op in ops:
-        if op.kind not in RUN:
-            raise Unknown(op.kind)
-        known[op.name] = RUN[op.kind](op, *(known[i] if isinstance(i, str) else i for i in op.inputs))
+    with np.errstate(all="ignore"):  # what is no number agrees with nothing
+        for op in ops:
+            if op.kind not in RUN:
+                raise Unknown(op.kind)
+            known[op.name] = RUN[op.kind](op, *(known[i] if isinstance(i, str) else i for i in op.inputs))
     return np.asarray(known[end], dtype=np.float64)

@@ -24,8 +24,9 @@ from .sites import Sites
 def block(sites: Sites, one: Sum, branch: Branch, group: int | None) -> Block:
     """Describe a branch of a sum; `group` numbers the sum where it has several."""
     view, graph = sites.view, sites.graph
-    held = tuple(_sites(sites, branch, one.post))
     leave, entries = branch.exit, branch.entries
+    leave = leave if leave and view.spans(leave, branch.add, one.axis) else None
+    held = tuple(_sites(sites, one, branch, leave))
     edges = [readers(graph, norm.output, norm.axis, branch.region) for norm in entries]
     outer = scales_.back(graph, branch.end, one.axis, "branch" if leave else "written", view.norms)
     inside = scales_.back(graph, leave.source, leave.axis, "written", view.norms) if leave else outer
@@ -44,7 +45,7 @@ def block(sites: Sites, one: Sum, branch: Branch, group: int | None) -> Block:
         parallel_group=group,
         scale=skip.number,
         scales=(*reading, *(inside.scales if leave else ()), *outer.scales, *skip.scales),
-        barriers=tuple(_barriers(view, branch, edges, ends, skip, outer)),
+        barriers=tuple(_barriers(view, branch, leave, edges, ends, skip, outer)),
         scale_pairs=tuple(_counted(sites, pair) for pair in find_scale_pairs(graph, branch.region, view.inside)),
         anchor=_anchor(view, branch, one.join, one.axis, ends, inside),
     )
@@ -69,24 +70,30 @@ def _scaled(graph: OpGraph, branch: Branch, axis: int) -> tuple[tuple[Scale, ...
     return tuple(scales), LinearEdge(linears, tuple(s.node for s in scales if s.vector))
 
 
-def _sites(sites: Sites, branch: Branch, post: NormMatch | None) -> Iterator[Site]:
+def _sites(sites: Sites, one: Sum, branch: Branch, leave: NormMatch | None) -> Iterator[Site]:
     """Yield the norms of a branch in dataflow order, and the trunk norm behind its sum."""
     for norm in branch.entries:
-        read, written = (sites.graph.width(name, norm.axis) for name in (norm.source, branch.add))
-        yield sites.site(Where.IN if read == written else Where.INNER, norm)  # a sum may be of some channels alone
-    at_ends = {norm.output for norm in (*branch.entries, *([branch.exit] if branch.exit else []))}
+        whole = sites.view.spans(norm, branch.add, one.axis)  # a sum may be of some channels alone
+        yield sites.site(Where.IN if whole else Where.INNER, norm)
+    at_ends = {norm.output for norm in (*branch.entries, *([leave] if leave else []))}
     taken = at_ends | sites.used
     for norm in branch.view.within(branch.root, branch.end):
         if norm.output in branch.region and norm.output not in taken:
             yield sites.site(Where.INNER, norm, branch.end)
-    if branch.exit:
-        yield sites.site(Where.OUT, branch.exit)
-    if post:
-        yield sites.site(Where.POST, post)
+    if leave:
+        yield sites.site(Where.OUT, leave)
+    if one.post:
+        yield sites.site(Where.POST, one.post)
 
 
 def _barriers(
-    view: NormedGraph, branch: Branch, edges: Sequence[LinearEdge], ends: LinearEdge, skip: Skip, outer: Straight
+    view: NormedGraph,
+    branch: Branch,
+    leave: NormMatch | None,
+    edges: Sequence[LinearEdge],
+    ends: LinearEdge,
+    skip: Skip,
+    outer: Straight,
 ) -> Iterator[Barrier]:
     """Yield what stands between a branch's linears, or its norms, and the trunk."""
     read, written = [o for edge in edges for o in edge.others], ends.others
@@ -100,7 +107,7 @@ def _barriers(
     if heads and raw:
         yield Barrier(Side.RAW, view.kind(raw[0]))
     yield from skip.barriers
-    users, leave = view.graph.users, branch.exit
+    users = view.graph.users
     if leave and (outer.value != leave.output or set(users[branch.end]) != {branch.add}):
         yield Barrier(Side.ENDS, view.graph[outer.value].kind)
     made, taken = (leave.source, leave.members) if leave else (branch.end, {branch.add})

@@ -19,6 +19,8 @@ from .match import NormMatch
 from .normed import NormedGraph
 
 ACTIVATIONS = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu", "relu6"})
+PARTIAL = "a norm of some channels each"
+"""What heads, or groups, on the trunk are normalised by: one norm for all of them, which is none of the stream's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,14 @@ def chains(view: NormedGraph, joins: Sequence[Join]) -> list[list[Sum]]:
 
 def _settled(view: NormedGraph, chain: Sequence[Sum]) -> list[Sum]:
     """Return the sums of one stream with their axes and trunk norms."""
-    posts = _post_norms(view, chain)
-    axes = _usual(_axis(view, one) for one in chain)
-    return [replace(one, axis=axis, post=post) for one, axis, post in zip(chain, axes, posts, strict=True)]
+    settled = list[Sum]()
+    for one, axis, post in zip(chain, _usual(_axis(view, one) for one in chain), _post_norms(view, chain), strict=True):
+        norm = view.norms.get(one.link.norm or "")
+        whole = norm is None or view.spans(norm, one.join.total, axis)
+        link = one.link if whole else replace(one.link, norm=None, through=one.link.through or PARTIAL)
+        post = post if post and view.spans(post, one.join.total, axis) else None
+        settled.append(replace(one, link=link, axis=axis, post=post))
+    return settled
 
 
 def _link(view: NormedGraph, root: str, totals: Container[str]) -> Link:

@@ -42,6 +42,10 @@ class NormedGraph:
                     todo.append(user)
         return None
 
+    def spans(self, norm: NormMatch, state: str, axis: int) -> bool:
+        """Return whether a norm reads as many channels together as a state has along an axis."""
+        return self.graph.width(norm.source, norm.axis) == self.graph.width(state, axis)
+
     def before(self, name: str) -> str | None:
         """Return what a value is made of by a shape, a cast, a constant factor or tokens' sizes; None for other ops."""
         op = self.graph[name]

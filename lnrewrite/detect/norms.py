@@ -17,29 +17,13 @@ from .edges import parameter_behind
 from .graph import CASTS, Op, Operand, OpGraph
 from .lookalikes import lookalikes
 from .match import NormMatch
-from .proving import REDUCTIONS, Prover
+from .proving import Prover, statistic_axis
 from .static_norms import SQUASHES, centered, squashed, standardized, stored
 
 FUSED = {
     "layer_norm": Kind.LAYER, "rms_norm": Kind.RMS, "batch_norm": Kind.BATCH, "group_norm": Kind.GROUP,
     "instance_norm": Kind.INSTANCE,
 }  # fmt: skip
-STATISTIC = {
-    "cast",
-    "reshape",
-    "expand",
-    "reciprocal",
-    "sqrt",
-    "rsqrt",
-    "pow",
-    "add",
-    "sub",
-    "clamp_min",
-    "maximum",
-    "mul",
-    "div",
-    "clamp",
-}
 UNKNOWN = "report it if it is a norm that should be recognized"
 
 
@@ -122,21 +106,6 @@ def _with_gain(graph: OpGraph, norm: Norm, name: Operand) -> Norm:
     return replace(norm, gamma=name, computed=True)
 
 
-def _statistic(graph: OpGraph, name: Operand, depth: int = 12) -> bool:
-    """Return whether a value is a scalar function of a reduction, with a root or a norm in it."""
-    rooted = False
-    while isinstance(name, str) and depth:
-        op = graph[name]
-        if op.kind in REDUCTIONS:
-            return rooted or op.kind in {"std", "vector_norm"}
-        if op.kind not in STATISTIC:
-            return False
-        rooted = rooted or op.kind in {"sqrt", "rsqrt"} or (op.kind == "pow" and op.inputs[1] in (0.5, -0.5))
-        name = next((i for i in op.inputs if isinstance(i, str) and i not in graph.constant), None)
-        depth -= 1
-    return False
-
-
 def _sources(graph: OpGraph, name: str) -> Iterator[str]:
     """Yield what a normalized value may be computed from: itself, before a cast, a gain or the centering."""
     yield name
@@ -155,14 +124,17 @@ def _decomposed(prover: Prover, op: Op, misses: dict[str, str]) -> NormMatch | N
     graph = prover.graph
     pairs = [(op.inputs[0], op.inputs[1])] + ([(op.inputs[1], op.inputs[0])] if op.kind == "mul" else [])
     for value, statistic in pairs:
-        if not (isinstance(value, str) and isinstance(statistic, str) and _statistic(graph, statistic)):
+        if not (isinstance(value, str) and isinstance(statistic, str)):
+            continue
+        axis = statistic_axis(graph, value, statistic)
+        if axis is None:
             continue
         best, leaking = "", None
         for source in list(_sources(graph, value))[::-1]:
             ops = closure(graph, source, op.name)
             if ops is None or not graph.reaches(source, statistic):
                 continue
-            found, why = prover.prove(source, op.name, ops)
+            found, why = prover.prove(source, op.name, ops, axis)
             if found and set(_users(graph, ops)) <= {o.name for o in ops} | set(graph.users[op.name]):
                 return found
             leaking, best = leaking or found, best or why

@@ -16,8 +16,6 @@ from .edges import parameter_behind
 from .graph import Op, Operand, OpGraph
 from .match import NormMatch
 
-REDUCTIONS = {"mean", "sum", "sum_square", "var", "std", "vector_norm"}
-"""Operators that a statistic is computed by."""
 TOLERANCE = 1e-9
 CLAMPED = 1e-30
 """The eps of a norm whose statistic is clamped from below: a row of zeros stays one, and others are not changed."""
@@ -48,12 +46,12 @@ class Prover:
         self.graph = graph
         self._verdicts: dict[Hashable, Verdict] = {}
 
-    def prove(self, source: str, end: str, ops: Sequence[Op]) -> tuple[NormMatch | None, str]:
-        """Return the norm of `source` that the ops compute, or None and what does not fit."""
+    def prove(self, source: str, end: str, ops: Sequence[Op], axis: int) -> tuple[NormMatch | None, str]:
+        """Return the norm of `source` along an axis that the ops compute, or None and what does not fit."""
         held = constants(self.graph, ops)
         spelling = _spelling(self.graph, source, ops, held)
         if spelling not in self._verdicts:
-            self._verdicts[spelling] = _verdict(self.graph, source, end, ops, held)
+            self._verdicts[spelling] = _verdict(self.graph, source, end, ops, held, axis)
         verdict = self._verdicts[spelling]
         norm, gain = verdict.norm, verdict.gain
         if norm is None:
@@ -105,21 +103,25 @@ def unit(kind: Kind, x: Floats, eps: float, variant: int = 0) -> Floats:
     return np.asarray(x / (np.maximum(length, eps), length + eps, np.sqrt(length**2 + eps))[variant])
 
 
-def _reduced_axis(ops: Sequence[Op], rank: int) -> int | None:
-    """Return the one axis that every reduction of a piece runs over, counted from the end, or None."""
-    reduced = [op.axes for op in ops if op.kind in REDUCTIONS and op.axes]
-    axes = {tuple(a - rank if a >= 0 else a for a in each) for each in reduced}
-    if len(axes) != 1 or len(only := axes.pop()) != 1:
+def statistic_axis(graph: OpGraph, value: str, statistic: str) -> int | None:
+    """Return the axis, from the end, along which a value has many elements and what divides it has one; None without.
+
+    However it was computed: what a norm divides by is one number for each row.
+    """
+    while graph[statistic].kind in {"expand", "cast"} and statistic not in graph.constant:
+        statistic = graph[statistic].data[0]
+    many, one = graph[value].shape or (), graph[statistic].shape or ()
+    if statistic in graph.constant or len(many) != len(one):
         return None
-    return int(only[0])
+    axes = [i - len(many) for i, (d, each) in enumerate(zip(many, one, strict=True)) if each == 1 != d]
+    return axes[0] if len(axes) == 1 else None
 
 
-def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Sequence[str]) -> Verdict:
+def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Sequence[str], axis: int) -> Verdict:
     """Run a piece on random data and match it with a norm."""
     shape = graph[source].shape or ()
-    axis = _reduced_axis(ops, len(shape))
-    if axis is None or not (width := graph.width(source, axis)):
-        return Verdict(None, why="the reductions run over several axes, or over one of unknown size")
+    if not (width := graph.width(source, axis)):
+        return Verdict(None, why="its sizes are taken along an axis of unknown size")
     rng = np.random.default_rng(0)
     parameters = {n: rng.normal(size=_sizes(graph[n].shape)) for n in held}
     sizes = [d if isinstance(d, int) and i - len(shape) == axis else 2 + i for i, d in enumerate(shape)]
@@ -139,8 +141,7 @@ def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Seq
         if fitted is None:
             continue
         if not eps:
-            with np.errstate(all="ignore"):
-                empty = run(ops, {**parameters, source: np.zeros_like(x)}, end)
+            empty = run(ops, {**parameters, source: np.zeros_like(x)}, end)
             eps = CLAMPED if np.isfinite(empty).all() else 0.0
         gain = _gain(fitted, [parameters[n] for n in held])
         if gain or np.allclose(fitted, 1, rtol=1e-9):

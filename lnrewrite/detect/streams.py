@@ -24,6 +24,7 @@ def stream(sites: Sites, chain: Sequence[Sum], index: int) -> Stream:
     first, last = chain[0], chain[-1]
     embedding = view.norms.get(first.link.norm or "")
     final = None if last.post else view.after(last.join.total)
+    final = final if final and view.spans(final, last.join.total, last.axis) else None
     begun, axis = (embedding.source, embedding.axis) if embedding else (first.join.root, first.axis)
     sources = writers(graph, begun, axis)
     opaque = graph[sources.others[0]].kind if sources.others else ""

@@ -13,9 +13,11 @@ from ...detect.graph import Op, Operand, OpGraph, unchanged
 from .ops import Neutral, neutral
 
 aten = torch.ops.aten
-VARIANCES: dict[object, OpOverload] = {
+SPREADS: dict[object, OpOverload] = {
     aten.var_mean.default: aten.var.default, aten.var_mean.dim: aten.var.dim,
     aten.var_mean.correction: aten.var.correction,
+    aten.std_mean.default: aten.std.default, aten.std_mean.dim: aten.std.dim,
+    aten.std_mean.correction: aten.std.correction,
 }  # fmt: skip
 NORMS = {"layer_norm", "batch_norm", "group_norm"}
 
@@ -106,11 +108,11 @@ def _is_float(value: object) -> bool:
 
 
 def _item(node: fx.Node) -> Neutral:
-    """Describe one of an operator's several results; each of var_mean's two is a statistic of its own."""
+    """Describe one of an operator's several results; var_mean's and std_mean's two are each a statistic of its own."""
     source, item = node.args
-    if isinstance(source, fx.Node) and source.target in VARIANCES:
-        _, inputs, attrs = neutral(VARIANCES[source.target], source.args, dict(source.kwargs))
-        return "mean" if item else "var", inputs, attrs
+    if isinstance(source, fx.Node) and source.target in SPREADS:
+        kind, inputs, attrs = neutral(SPREADS[source.target], source.args, dict(source.kwargs))
+        return "mean" if item else kind, inputs, attrs
     return "getitem", (source,), {"item": item}
 
 

@@ -211,6 +211,14 @@ def _clamp(self: fx.Node, min: Operand = None, max: Operand = None) -> Neutral:
     return ("clamp_min", (self, min), {}) if max is None else ("clamp", (self, min, max), {})
 
 
+def _einsum(equation: str, tensors: Sequence[fx.Node]) -> Neutral:
+    return "einsum", tuple(tensors), {"equation": equation}
+
+
+def _vecdot(x: fx.Node, y: fx.Node, dim: int = -1) -> Neutral:
+    return "vecdot", (x, y), {"axis": dim}
+
+
 def _turned(kind: str) -> Rule:
     """Return the rule of an operator that moves elements along some axes; along all of them, flattened, if none."""
 
@@ -231,8 +239,8 @@ def _rank(node: fx.Node) -> int:
     return int(node.meta["val"].dim())
 
 
-BINARY = ("add", "sub", "mul", "div", "maximum", "rsub")
-UNARY = ("neg", "sqrt", "rsqrt", "reciprocal", "abs", "exp", "square", "sigmoid", "tanh")
+BINARY = ("add", "sub", "mul", "div", "maximum", "hypot", "rsub")
+UNARY = ("neg", "sqrt", "rsqrt", "reciprocal", "abs", "exp", "log", "square", "sigmoid", "tanh")
 RULES: dict[str, Rule] = {
     **{name: Same(name, "self", "other") for name in BINARY},
     **{name: Same(name, "self") for name in UNARY},
@@ -249,7 +257,7 @@ RULES: dict[str, Rule] = {
     "expand_as": _first("expand"), "addmm": _addmm, "slice": _slice, "narrow": _narrow, "select": _select,
     "index": _index, "index_select": _index_select, "repeat_interleave": _repeat_interleave, "gather": _gather,
     "roll": _turned("roll"), "flip": _turned("flip"), "constant_pad_nd": _pad, "pad": _pad,
-    "native_dropout": _first("dropout"),
+    "native_dropout": _first("dropout"), "einsum": _einsum, "linalg_vecdot": _vecdot,
 }  # fmt: skip
 
 
