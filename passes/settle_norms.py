@@ -32,6 +32,9 @@ from lnrewrite.ir import (
 )
 from lnrewrite.pipeline import Context, Pass
 
+LARGEST = 1e-5
+"""The largest clamp on a mean square that may become an eps: that of usual norms."""
+
 
 @dataclass(frozen=True)
 class SettleNorms(Pass):
@@ -65,8 +68,8 @@ class SettleNorms(Pass):
             writes @down:0
           final  rms(eps=1.25e-25 gamma=@f) -> @head:1
 
-    Refuses l2 and std norms whose eps stands beside the root: they are others' only as it goes to 0 (LN129); and norms
-    that are none, but whose neighbors are shared (LN102), have no place for a shift (LN103), or are out of sight
+    Refuses l2 and std norms whose eps stands beside the root, or clamps a mean square above 1e-5: they are others' only
+    as it goes to 0 (LN129); and norms that are none, but whose neighbors are shared (LN102), have no place for a shift (LN103), or are out of sight
     (LN101, LN104).
 
     Source: You can remove GPT2's LayerNorm (arXiv 2409.13710), SimpleRMSNorm (2307.14995); the bounds are derived.
@@ -152,7 +155,7 @@ def _settled(norm: Norm, width: int) -> tuple[Norm, float]:
         why = f"eps is added to the {size} itself: another norm would be off by eps / {size}"
         raise Closed(Code.LN129, why)
     if _clamped(norm) and norm.eps**2 > LARGEST * width:
-        why = f"sizes below {norm.eps:.3g} are divided by that: another norm would be off by half of ({norm.eps:.3g} / |x|)^2"
+        why = f"a length |x| below {norm.eps:.3g} counts as that: another norm would be off by {norm.eps**2 / 2:.3g} / |x|^2"
         raise Closed(Code.LN129, why)
     if norm.kind is Kind.STD:
         kind, eps, factor = Kind.LAYER, 0.0, sqrt((width - norm.variant) / width)

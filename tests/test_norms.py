@@ -73,10 +73,12 @@ class Clamped(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, True).clamp_min(1e-6)) * self.weight
 
 
-def test_a_row_of_zeros_stays_what_a_clamped_norm_makes_of_it() -> None:
+@pytest.mark.parametrize("size", [0.0, 1e-9, 1e-4, 1e-2])
+def test_a_row_below_a_clamp_stays_what_the_norm_makes_of_it(size: float) -> None:
     net = Net(Residual(Mlp(), inn=Clamped), final=Clamped).eval()
     with torch.no_grad():
-        net.embedding.weight[0], net.position[1] = 0, 0
+        net.embedding.weight[0] *= size
+        net.position[1] = 0
         net.layers[0].branch.down.bias.zero_(), net.layers[0].branch.up.bias.zero_()
     result = lnr.Pipeline.preset("exact").run(lnr.capture(net, (torch.ones(2, 4, dtype=torch.long),)))
     ids = torch.zeros(2, 4, dtype=torch.long)

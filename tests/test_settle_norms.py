@@ -91,8 +91,8 @@ def test_models_are_settled_and_compute_the_same(kind: str, where: str, onnx: bo
     assert program.network.placement == result.program.network.placement == placed
 
 
-@pytest.mark.parametrize("norm", ["l2(eps=0.5 variant=1)", "std(eps=0.5 beta=@b)"])
-def test_an_eps_beside_the_root_is_refused(norm: str) -> None:
+@pytest.mark.parametrize("norm", ["l2(eps=0.5 variant=1)", "std(eps=0.5 beta=@b)", "l2(eps=0.01)"])
+def test_an_eps_beside_the_root_and_a_clamp_above_usual_eps_are_refused(norm: str) -> None:
     machine = invent(parse(PICTURE.format(norm=norm, where="out   ", placed="output", reads="")).streams[0], 0)
     proposal = registry.find("settle-norms")().propose(machine.stream, context(machine))
     assert not proposal.edits and {r.code for r in proposal.refusals} == {"LN129"}

@@ -127,7 +127,8 @@ def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Seq
     sizes = [d if isinstance(d, int) and i - len(shape) == axis else 2 + i for i, d in enumerate(shape)]
     literal = [float(i) for o in ops for i in o.inputs if isinstance(i, (int, float)) and i]
     x = rng.normal(size=sizes) * 0.7 + 0.3
-    tests = [x * 0.02, x, x * 3]
+    small = sorted({i for i in literal if 0 < i < 0.5})
+    tests = [x * 0.02, x, x * 3, *(x * size for e in small for size in (e, e**0.5))]  # below a clamp too
     try:
         outputs = [run(ops, {**parameters, source: t}, end) for t in tests]
     except (Unknown, ValueError, TypeError, IndexError) as why:
@@ -146,7 +147,6 @@ def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Seq
         gain = _gain(fitted, [parameters[n] for n in held])
         if gain or np.allclose(fitted, 1, rtol=1e-9):
             return Verdict(Norm(kind, eps, factor=factor, variant=variant, axis=axis), gain)
-    small = sorted({i for i in literal if abs(i) < 0.5})
     return Verdict(None, why=f"not layer, rms, crms, std or l2 with any eps of {small or 'none'}")
 
 
@@ -155,13 +155,17 @@ def _sizes(shape: tuple[int | str, ...] | None) -> tuple[int, ...]:
 
 
 def _candidates(literal: list[float], width: int) -> Iterator[tuple[Kind, float, int, float]]:
-    """Yield (kind, eps, variant, factor); a length over sqrt(width) with eps outside the root is an l2 norm too."""
+    """Yield (kind, eps, variant, factor); a length over sqrt(width) with eps outside the root is an l2 norm too.
+
+    So is one whose mean square is clamped.
+    """
     eps = [*sorted({e for e in literal if 0 < e < 0.5}), 0.0]
     root = next((r for i in literal for r in (i, 1 / i) if np.isclose(r, width**0.5, rtol=1e-6)), width**0.5)
     yield from ((kind, e, 0, 1.0) for kind in (Kind.LAYER, Kind.RMS, Kind.CRMS) for e in eps)
     yield from ((Kind.STD, e, v, 1.0) for v in (0, 1) for e in eps)
     yield from ((Kind.L2, e, v, 1.0) for v in (0, 1, 2) for e in eps)
     yield from ((Kind.L2, e * root, v, root) for v in (0, 1) for e in eps)
+    yield from ((Kind.L2, e**0.5 * root, 0, root) for e in eps)
 
 
 def _fit(core: Floats, wanted: Floats) -> Floats | None:

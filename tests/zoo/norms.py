@@ -118,6 +118,11 @@ def _std_unbiased(n: Norm, x: Tensor) -> Tensor:
     return n.weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + n.eps) + n.bias
 
 
+def _std_mean(n: Norm, x: Tensor) -> Tensor:
+    deviation, mean = torch.std_mean(x, -1, keepdim=True)
+    return n.weight * (x - mean) / (deviation + n.eps) + n.bias
+
+
 @dataclass(frozen=True)
 class Spelling:
     """Hold how a norm is written and what it is."""
@@ -167,6 +172,18 @@ SPELLINGS: dict[str, Spelling] = {
         spelled(lambda n, x: x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + n.eps) * n.weight), "l2", 1e-5),
     "l2, x.norm()": Spelling(
         spelled(lambda n, x: n.weight * (x / x.norm(dim=-1, keepdim=True).clamp_min(n.eps))), "l2", 1e-5),
+    "rms, squares by einsum": Spelling(
+        spelled(lambda n, x: x * torch.rsqrt(torch.einsum("...d,...d->...", x, x)[..., None] / n.width + n.eps) * n.weight),
+        "rms", 1e-5),
+    "rms, vecdot": Spelling(
+        spelled(lambda n, x: x * torch.rsqrt(torch.linalg.vecdot(x, x)[..., None] / n.width + n.eps) * n.weight), "rms", 1e-5),
+    "rms, times itself": Spelling(
+        spelled(lambda n, x: x / torch.sqrt((x[..., None, :] @ x[..., None])[..., 0] / n.width + n.eps) * n.weight), "rms", 1e-5),
+    "rms, by logarithms": Spelling(
+        spelled(lambda n, x: x * torch.exp(-0.5 * torch.log(x.pow(2).mean(-1, True) + n.eps)) * n.weight), "rms", 1e-5),
+    "rms, mean square clamped": Spelling(
+        spelled(lambda n, x: x * torch.rsqrt(x.pow(2).mean(-1, True).clamp_min(n.eps)) * n.weight), "l2", (WIDTH * 1e-5) ** 0.5),
+    "std_mean": Spelling(spelled(_std_mean, bias=True, eps=1e-6), "std", 1e-6, beta=True),
     "std + eps, unbiased": Spelling(spelled(_std_unbiased, bias=True, eps=1e-6), "std", 1e-6, beta=True),
     "std + eps, biased": Spelling(
         spelled(lambda n, x: n.weight * _centred(x) / (x.std(-1, unbiased=False, keepdim=True) + n.eps) + n.bias, bias=True),

@@ -56,6 +56,11 @@ def written(norm: Any, x: Tensor) -> Tensor:
     return d * torch.rsqrt(d.square().mean(-1, keepdim=True) + norm.eps) * norm.weight + norm.bias
 
 
+def per_head(net: Any, x: Tensor) -> Tensor:
+    """Return heads of four channels, each normalised by itself, all with one gain."""
+    return F.rms_norm(x.unflatten(-1, (-1, 4)), (4,), net.gain, 1e-5)
+
+
 def standardized(x: Tensor) -> Tensor:
     """Return a LayerNorm over axis 1 without gain, written out."""
     d = x - x.mean(1, keepdim=True)
@@ -178,6 +183,15 @@ STRANGERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "padded before batch norm": lambda: (Padded(lambda x: F.pad(x, (1, 1, 1, 1))), _pixels()),
     "padded with ones before batch norm": lambda: (Padded(lambda x: F.pad(x, (1, 1, 1, 1), value=1.0)), _pixels()),
     "flipped before batch norm": lambda: (Padded(lambda x: x.flip(1)), _pixels()),
+    "one norm for all heads at the end": _net(extra={"gain": (4,)}, end=lambda n, x, taps: n.head(per_head(n, x).flatten(-2))),
+    "one norm for all heads on the trunk": _net(
+        extra={"gain": (4,)}, normed=lambda n, i, x: x, add=lambda n, i, x, h, ids: per_head(n, x + h).flatten(-2)),
+    "one norm for all heads in a branch": _net(
+        extra={"gain": (4,)}, normed=lambda n, i, x: per_head(n, x).flatten(-2), write=lambda n, i, h: per_head(n, n.down[i](h)).flatten(-2)),
+    "heads apart on the trunk, one norm for all at the end": _net(
+        extra={"gain": (4,)}, embed=lambda n, ids: n.embed(ids).unflatten(-1, (4, 4)),
+        normed=lambda n, i, x: F.rms_norm(x, (4,), n.gain).flatten(-2), write=lambda n, i, h: n.down[i](h).unflatten(-1, (4, 4)),
+        end=lambda n, x, taps: n.head(n.final(x.flatten(-2)))),
 }  # fmt: skip
 
 
