@@ -69,8 +69,8 @@ class SettleNorms(Pass):
           final  rms(eps=1.25e-25 gamma=@f) -> @head:1
 
     Refuses l2 and std norms whose eps stands beside the root, or clamps a mean square above 1e-5: they are others' only
-    as it goes to 0 (LN129); and norms that are none, but whose neighbors are shared (LN102), have no place for a shift (LN103), or are out of sight
-    (LN101, LN104).
+    as it goes to 0 (LN129); and norms that are none, but whose neighbors are shared (LN102), have no place for a shift
+    (LN103), or are out of sight (LN101, LN104).
 
     Source: You can remove GPT2's LayerNorm (arXiv 2409.13710), SimpleRMSNorm (2307.14995); the bounds are derived.
     """

@@ -105,11 +105,23 @@ def modules() -> None:
     assert all(issubclass(kind, names.Convolution) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d))
 
 
+def guarded() -> None:
+    class Short(nn.Module):
+        """Double at most four rows."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[0] <= 4 else x
+
+    sizes = {"x": {0: torch.export.Dim.AUTO}}
+    module = torch.export.export(Short(), (torch.ones(3, 2),), dynamic_shapes=sizes).module()
+    assert "4" in str(names.guards(module)) and not names.guards(program().module())
+
+
 HELD: dict[Callable[[], None], set[str]] = {
     trees: {"TreeSpec", "input_tree", "output_tree", "set_trees"}, nested: {"pytree", "tensors_in"},
     operators: {"HigherOrderOperator", "OpOverload", "operator_name", "schema_of"}, archive: {"record_offsets"},
     shards: {"storage_info"}, asserted: {"assert_true"}, fake: {"FakeTensorMode"},
-    modules: {"BatchNorm", "COMPILED", "Convolution", "slots"},
+    modules: {"BatchNorm", "COMPILED", "Convolution", "slots"}, guarded: {"guards"},
 }  # fmt: skip
 
 
