@@ -155,7 +155,7 @@ def _settled(norm: Norm, width: int) -> tuple[Norm, float]:
         why = f"eps is added to the {size} itself: another norm would be off by eps / {size}"
         raise Closed(Code.LN129, why)
     if _clamped(norm) and norm.eps**2 > LARGEST * width:
-        why = f"a length |x| below {norm.eps:.3g} counts as that: another norm would be off by {norm.eps**2 / 2:.3g} / |x|^2"
+        why = f"lengths below {norm.eps:.3g} count as that: another norm would be off by {norm.eps**2 / 2:.3g} / |x|^2"
         raise Closed(Code.LN129, why)
     if norm.kind is Kind.STD:
         kind, eps, factor = Kind.LAYER, 0.0, sqrt((width - norm.variant) / width)

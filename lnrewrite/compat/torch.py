@@ -63,8 +63,8 @@ def operator_name(target: object) -> str:
 def guards(module: fx.GraphModule) -> tuple[Any, ...]:
     """Return what an export took for granted of the sizes of its inputs: relations of sympy, over their symbols."""
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
-    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
-    found = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+    sizes: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    found: Any = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
     return tuple(dict.fromkeys(guard.expr for guard in found.guards)) if found else ()
 
 

@@ -110,8 +110,9 @@ RUN: dict[str, Callable[..., Floats]] = {
     "std": lambda op, a: np.sqrt(_var(op, a)), "vector_norm": _vector_norm, "permute": _permute,
     "sum_square": _sum_square, "reshape": _reshape, "slice": _slice, "batch_norm": _batch_norm,
     "matmul": lambda op, a, b, c=None: a @ b if c is None else a @ b + c, "mm": lambda op, a, b: a @ b,
-    "einsum": lambda op, *each: np.asarray(np.einsum(str(op.attrs["equation"]), *each)), "vecdot": _vecdot,
-    "log": lambda op, a: np.log(a), "hypot": lambda op, a, b: np.hypot(a, b), "mv": lambda op, a, b: a @ b, "dot": lambda op, a, b: a @ b, "vdot": lambda op, a, b: a @ b,
+    "mv": lambda op, a, b: a @ b, "dot": lambda op, a, b: a @ b, "vdot": lambda op, a, b: a @ b, "vecdot": _vecdot,
+    "einsum": lambda op, *each: np.asarray(np.einsum(str(op.attrs["equation"]), *each)),
+    "log": lambda op, a: np.log(a), "hypot": lambda op, a, b: np.hypot(a, b),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from .joins import WEIGHTED, Join
 from .match import NormMatch
 from .normed import NormedGraph
 
+CONVOLUTIONS = frozenset({"conv", "conv_transpose"})
 ROUTERS = frozenset({"topk", "one_hot", "histc", "bincount"})
 
 
@@ -106,9 +107,9 @@ def branch_kind(graph: OpGraph, ops: Sequence[Op]) -> str:
         return "attention"
     if any(k in kinds for k in ROUTERS):
         return "moe"
-    wide = any(o.kind == "conv" and any(k != 1 for k in (graph[o.data[1]].shape or ())[2:]) for o in ops)
+    wide = any(o.kind in CONVOLUTIONS and any(k != 1 for k in (graph[o.data[1]].shape or ())[2:]) for o in ops)
     if "cumsum" in kinds or (wide and ("softplus" in kinds or "exp" in kinds)):
         return "ssm"
     if wide:
         return "conv"
-    return "mlp" if "linear" in kinds or products or "conv" in kinds else "other"
+    return "mlp" if "linear" in kinds or products or CONVOLUTIONS & kinds.keys() else "other"

@@ -13,6 +13,7 @@ WEIGHTED = frozenset({
     "linear", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv", "conv_transpose", "lstm", "gru", "cumsum",
     "scaled_dot_product_attention", "_grouped_mm", "embedding_bag", "bilinear",
 })  # fmt: skip
+MIXING = frozenset({"scaled_dot_product_attention", "cumsum", "lstm", "gru", "conv", "conv_transpose"})
 POOLS = ("avg_pool", "max_pool", "adaptive_", "fft", "_fft", "roll")
 
 
@@ -53,7 +54,7 @@ def mixes(graph: OpGraph, start: str, end: str) -> bool:
     Expert weights that a router picks are parameters here: gathers are followed through what they pick from.
     """
     for op in graph.between(start, end):
-        if op.kind in {"scaled_dot_product_attention", "cumsum", "lstm", "gru", "conv"} or op.kind.startswith(POOLS):
+        if op.kind in MIXING or op.kind.startswith(POOLS):
             return True
         product = op.kind in {"matmul", "bmm", "einsum", "baddbmm"} and len(op.data) > 1
         if product and all(n not in graph.constant and graph.reaches(start, n) for n in op.data[:2]):

@@ -42,7 +42,7 @@ def guard(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwarg
         return
     ones = [sympy.Ne(sympy.Symbol(name), 1) for name in sizes]
     taken_for_granted = (each for each in guards(captured) if isinstance(each, Relational))
-    for taken in (*taken_for_granted, *ones):
+    for taken in sorted((*taken_for_granted, *ones), key=lambda each: each.count_ops()):  # plain ones tell the others
         for other in _others(taken, sizes):
             found = _differs(module, captured, *_at(captured, args, kwargs, other))
             if found is not None:  # it ran there
@@ -81,8 +81,7 @@ def _others(taken: sympy.Basic, sizes: Sizes) -> Iterator[Sizes]:
     if not symbols.keys() <= sizes.keys():
         return
     for name in symbols:
-        near = sorted({*range(1, 65), *_limit(taken)}, key=lambda n, name=name: abs(n - sizes[name]))
-        for size in near:
+        for _, size in sorted((abs(n - sizes[name]), n) for n in {*range(1, 65), *_limit(taken)}):
             other = {**sizes, name: size}
             if size <= FURTHEST and _fails(taken, {s: other[n] for n, s in symbols.items()}):
                 yield other

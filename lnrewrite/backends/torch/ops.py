@@ -136,6 +136,12 @@ def _convolution(
     return kind, (input, weight, bias), {"padded": padded, "groups": groups}
 
 
+def _conv_transpose(
+    input: fx.Node, weight: Operand, bias: Operand, padding: Sequence[int], groups: int, **how: object
+) -> Neutral:
+    return _convolution(input, weight, bias, padding, groups, transposed=True)
+
+
 def _permute(self: fx.Node, dims: Sequence[int]) -> Neutral:
     return "permute", (self,), {"order": tuple(dims)}
 
@@ -247,6 +253,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(RESHAPE, _first("reshape")), **dict.fromkeys(ALIAS, _first("alias")),
     **dict.fromkeys(CONSTANT, _constant), **dict.fromkeys(("_to_copy", "to", "type_as"), _first("cast")),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv_transpose),
     "pow": Same("pow", "self", "exponent"), "clamp_min": Same("clamp_min", "self", "min"), "clamp": _clamp,
     "mean": _reduce("mean"), "sum": _reduce("sum"), "var": _spread("var"), "std": _spread("std"),
     "linalg_vector_norm": _vector_norm, "norm": _vector_norm, "linalg_norm": _linalg_norm,
