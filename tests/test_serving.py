@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import lnrewrite as lnr
 import zoo
 from commands import fails, ok
-from lnrewrite.runtime.generating import _check, generate
+from lnrewrite.checkpoints.graphs import tell_genai
+from lnrewrite.runtime.generating import _by_genai, _check, generate
 from tiers import rows
 
 PROMPT = "the quick brown fox"
@@ -123,6 +124,30 @@ def test_for_cuda(checkpoint: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("onnxruntime_genai"):
         said = ok("generate", served, PROMPT, "--max-new-tokens", 8, "--engine", "genai", "--json")
         assert tuple(json.loads(said.stdout)["tokens"]) == plain and "it runs on the CPU" in said.stderr
+
+    lnr.export_model(served, again := tmp_path / "again", target="cpu")
+    options = json.loads((again / "genai_config.json").read_text())["model"]["decoder"]["session_options"]
+    assert not options["provider_options"]
+
+
+ODD = ["model", "model.decoder", "model.decoder.session_options", "model.decoder.session_options.provider_options"]
+
+
+@pytest.mark.parametrize("value", [None, 3, "cuda", ["cuda"], [[]], {"cuda": 1}])
+@pytest.mark.parametrize("where", ODD)
+def test_configs_of_genai_that_make_no_sense(served: Path, tmp_path: Path, where: str, value: object) -> None:
+    """They are genai's to refuse, which is told in one line; writing a folder anew leaves them as they are."""
+    held = json.loads((served / "genai_config.json").read_text())
+    folder = tmp_path / "served"
+    folder.mkdir()
+    _set(held, where, value)
+    (folder / "genai_config.json").write_text(json.dumps(held))
+    tell_genai(folder, "cuda")
+    tell_genai(folder, "cpu")
+    if importlib.util.find_spec("onnxruntime_genai"):
+        with pytest.raises(lnr.LnrewriteError) as caught:
+            list(_by_genai(folder, [1], 1, None))
+        assert caught.value.code in ("LN520", "LN015")
 
 
 BOUNDARIES = {"peri": 4, "output": 4, "post": 0}

@@ -172,22 +172,26 @@ def files_of(graph: Path) -> list[Path]:
 def tell_genai(folder: Path, target: str | None = None) -> None:
     """Copy lnrewrite's kernels beside graphs that hold operators of it; let genai's config name them and the provider.
 
-    target: what the graphs were exported for; a config that names a provider keeps it.
+    target: what the graphs were exported for; a config that names another provider than CUDA keeps it.
     """
     library = find() if any(map(holds_operators, folder.glob("*.onnx"))) else None
     if library is not None:
         shutil.copyfile(library, folder / library.name)
-    if (library is None and target != "cuda") or not (folder / GENAI).is_file():
+    if (library is None and target is None) or not (folder / GENAI).is_file():
         return
     held: Json = read_json(folder / GENAI)
-    decoder = held.get("model", {}).get("decoder", {})
-    if not isinstance(decoder, dict):
+    options: object = held
+    for key in ("model", "decoder", "session_options"):
+        options = options.setdefault(key, {}) if isinstance(options, dict) else None
+    if not isinstance(options, dict):
         return
-    options = decoder.setdefault("session_options", {})
     if library is not None:
         options["custom_ops_library"] = library.name
-    if target == "cuda" and not options.get("provider_options"):
+    named = options.get("provider_options")
+    if target == "cuda" and not named:
         options["provider_options"] = [{"cuda": {"enable_cuda_graph": "0"}}]
+    if target == "cpu" and isinstance(named, list) and all(isinstance(p, dict) and [*p] == ["cuda"] for p in named):
+        options["provider_options"] = []
     write_json(folder / GENAI, held)
 
 

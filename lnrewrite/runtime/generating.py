@@ -138,8 +138,11 @@ def _check(folder: Path) -> None:
 
 def _for_cuda(folder: Path) -> bool:
     """Return whether a folder's config names CUDA, and no other provider, to run its decoder."""
-    options = read_json(folder / GENAI)["model"]["decoder"].get("session_options", {}).get("provider_options", [])
-    return [name for each in options for name in each] == ["cuda"]
+    held: object = read_json(folder / GENAI)
+    for key in ("model", "decoder", "session_options", "provider_options"):
+        held = held.get(key) if isinstance(held, dict) else None
+    named = [each for each in held if isinstance(each, dict)] if isinstance(held, list) else []
+    return [name for each in named for name in each] == ["cuda"]
 
 
 def _by_genai(folder: Path, ids: list[int], most: int, threads: int | None) -> Iterator[int]:
@@ -147,15 +150,15 @@ def _by_genai(folder: Path, ids: list[int], most: int, threads: int | None) -> I
     _check(folder)
     import onnxruntime_genai as genai
 
-    config = genai.Config(str(folder))
-    if _for_cuda(folder) and not genai.is_cuda_available():  # its graph runs here all the same
-        LOGGER.warning("note: the folder is for CUDA, which is not here: it runs on the CPU")
-        config.clear_providers()
-    if threads is not None:
-        config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
     try:
+        config = genai.Config(str(folder))
+        if _for_cuda(folder) and not genai.is_cuda_available():  # its graph runs here all the same
+            LOGGER.warning("note: the folder is for CUDA, which is not here: it runs on the CPU")
+            config.clear_providers()
+        if threads is not None:
+            config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
         model = genai.Model(config)
-    except Exception as why:  # a provider that is not here, or a graph that it does not take
+    except Exception as why:  # a config or graph that it does not take, or a provider that is not here
         remedy = "run it with --engine session, or where genai has what its config asks for"
         raise LnrewriteError(Code.LN520, f"folder {str(folder)!r}", f"genai refuses it: {words(why)}", remedy) from why
     options = genai.GeneratorParams(model)
