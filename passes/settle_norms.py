@@ -34,6 +34,8 @@ from lnrewrite.pipeline import Context, Pass
 
 LARGEST = 1e-5
 """The largest clamp on a mean square that may become an eps: that of usual norms."""
+SMALLEST = 1e-30
+"""The least eps of what a norm with any becomes: rows of zeros stay zeros, in float32 too."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class SettleNorms(Pass):
                     norm, factor = _settled(site.norm, width)
                     gamma = vectors.add(context.gain(site.norm) * factor * np.ones(width))
                     operations.append(SetNorm(site.where, norm, gamma, index=place.number))
-                    bound = site.norm.eps**2 / 2 if _clamped(site.norm) else 0.0
+                    bound = max(site.norm.eps**2, norm.eps * width) / 2 if _clamped(site.norm) else 0.0
                     note = f"error below {bound:.3g} / |x|^2 of itself" if bound else ""
             except Closed as closed:
                 refusals.append(closed.refusal(name))
@@ -161,4 +163,5 @@ def _settled(norm: Norm, width: int) -> tuple[Norm, float]:
         kind, eps, factor = Kind.LAYER, 0.0, sqrt((width - norm.variant) / width)
     else:
         kind, eps, factor = Kind.RMS, (norm.eps if norm.variant == 2 else norm.eps**2) / width, 1 / sqrt(width)
+    eps = max(eps, SMALLEST) if norm.eps else eps
     return Norm(kind, eps, norm.gamma if not norm.computed else None, norm.beta, axis=norm.axis), factor

@@ -444,3 +444,28 @@ def test_a_node_that_records_no_piece_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(Piece, "record", lambda piece, end: None)
     refused(*net, "LN310", "the new operation aten.layer_norm.default has no form as a module", to="peri")
+
+
+class Counting(nn.Module):
+    """A Pre-LN block that counts its calls in a buffer, which another buffer takes the place of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.last = self.calls * 2
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def test_what_a_module_counts_is_left_alone() -> None:
+    """Capturing and rewriting run a module: what its buffers count is what it was before."""
+    module, x = Counting().eval(), torch.randn(2, 3, 8)
+    module(x)
+    lnr.capture(module, (x,))
+    assert (float(module.calls), float(module.last)) == (1.0, 2.0)
+    assert lnr.rewrite(module, "fold-affine", args=(x,)).edits
+    assert (float(module.calls), float(module.last)) == (1.0, 2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -96,6 +97,30 @@ def test_an_eps_beside_the_root_and_a_clamp_above_usual_eps_are_refused(norm: st
     machine = invent(parse(PICTURE.format(norm=norm, where="out   ", placed="output", reads="")).streams[0], 0)
     proposal = registry.find("settle-norms")().propose(machine.stream, context(machine))
     assert not proposal.edits and {r.code for r in proposal.refusals} == {"LN129"}
+
+
+TINY: dict[str, Callable[[Tensor], Tensor]] = {
+    "std": lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-30),
+    "l2": lambda x: F.normalize(x, dim=-1, eps=1e-24),
+    "beside": lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-30),
+}
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_rows_of_zeros_stay_zeros(kind: str) -> None:
+    class Tiny(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.rand(width) + 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return TINY[kind](x) * self.gain
+
+    module = nn.Sequential(nn.Linear(5, 16, bias=False), Tiny(16), nn.Linear(16, 3)).eval()
+    result = lnr.Pipeline.parse("settle-norms").run(lnr.capture(module, (torch.randn(2, 6, 5),)))
+    assert result.report.edits
+    for x in (torch.zeros(2, 6, 5), torch.randn(2, 6, 5)):
+        torch.testing.assert_close(result.program.module()(x), module(x))
 
 
 def test_an_l2_norm_converts_once_it_is_settled() -> None:

@@ -5,8 +5,9 @@ A model spells its norms in one or two ways and holds hundreds of them: a spelli
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from .graph import Op, Operand, OpGraph
 from .match import NormMatch
 
 TOLERANCE = 1e-9
+FAR = 1e30
+"""Numbers that are further from 1 play no part in float32."""
 CLAMPED = 1e-30
 """The eps of a norm whose statistic is clamped from below: a row of zeros stays one, and others are not changed."""
 
@@ -118,36 +121,53 @@ def statistic_axis(graph: OpGraph, value: str, statistic: str) -> int | None:
 
 
 def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Sequence[str], axis: int) -> Verdict:
-    """Run a piece on random data and match it with a norm."""
+    """Run a piece on random data and match it with a norm.
+
+    Its constants are tried with both signs and as they come, and its rows at sizes below and above every number in it:
+    a clamp, or a floor, that is reached makes another norm.
+    """
     shape = graph[source].shape or ()
     if not (width := graph.width(source, axis)):
         return Verdict(None, why="its sizes are taken along an axis of unknown size")
     rng = np.random.default_rng(0)
-    parameters = {n: rng.normal(size=_sizes(graph[n].shape)) for n in held}
     sizes = [d if isinstance(d, int) and i - len(shape) == axis else 2 + i for i, d in enumerate(shape)]
-    literal = [float(i) for o in ops for i in o.inputs if isinstance(i, (int, float)) and i]
+    literal = [float(i) for o in ops for i in (*o.inputs, *_bounds(o)) if isinstance(i, (int, float)) and i]
     x = rng.normal(size=sizes) * 0.7 + 0.3
-    small = sorted({i for i in literal if 0 < i < 0.5})
-    tests = [x * 0.02, x, x * 3, *(x * size for e in small for size in (e, e**0.5))]  # below a clamp too
+    tests = [x * size for size in (0.02, 1, 3, *_around(literal))]
+    drawn = {n: rng.normal(size=_sizes(graph[n].shape)) for n in held}
+    constants = [drawn] if not drawn else [drawn, *({n: s * abs(v) for n, v in drawn.items()} for s in (1, -1))]
     try:
-        outputs = [run(ops, {**parameters, source: t}, end) for t in tests]
+        runs = [[run(ops, {**each, source: t}, end) for t in tests] for each in constants]
+        empty = run(ops, {**drawn, source: np.zeros_like(x)}, end)
     except (Unknown, ValueError, TypeError, IndexError) as why:
         return Verdict(None, why=f"the piece cannot be run on its own ({why})")
-    if any(y.shape != t.shape for y, t in zip(outputs, tests, strict=True)):
+    if any(y.shape != x.shape for outputs in runs for y in outputs):
         return Verdict(None, why="the result has another shape than the value that is normalized")
-    rows = np.concatenate([np.moveaxis(t, axis, -1).reshape(-1, width) for t in tests])
-    wanted = np.concatenate([np.moveaxis(y, axis, -1).reshape(-1, width) for y in outputs])
+    rows, *wanted = (
+        np.concatenate([np.moveaxis(t, axis, -1).reshape(-1, width) for t in each]) for each in (tests, *runs)
+    )
     for kind, eps, variant, factor in _candidates(literal, width):
-        fitted = _fit(factor * unit(kind, rows, eps, variant), wanted)
-        if fitted is None:
+        core = factor * unit(kind, rows, eps, variant)
+        gains = [
+            _explained(core, each, [values[n] for n in held]) for each, values in zip(wanted, constants, strict=True)
+        ]
+        if gains[0] is None or any(gain != gains[0] for gain in gains):
             continue
-        if not eps:
-            empty = run(ops, {**parameters, source: np.zeros_like(x)}, end)
-            eps = CLAMPED if np.isfinite(empty).all() else 0.0
-        gain = _gain(fitted, [parameters[n] for n in held])
-        if gain or np.allclose(fitted, 1, rtol=1e-9):
-            return Verdict(Norm(kind, eps, factor=factor, variant=variant, axis=axis), gain)
+        eps = eps or (CLAMPED if np.isfinite(empty).all() else 0.0)
+        return Verdict(Norm(kind, eps, factor=factor, variant=variant, axis=axis), gains[0] or None)
+    small = sorted({i for i in literal if abs(i) < 0.5})
     return Verdict(None, why=f"not layer, rms, crms, std or l2 with any eps of {small or 'none'}")
+
+
+def _bounds(op: Op) -> Iterator[object]:
+    """Yield the numbers among an op's attributes."""
+    yield from (value for value in op.attrs.values() if isinstance(value, float))
+
+
+def _around(literal: Iterable[float]) -> Iterator[float]:
+    """Yield sizes of rows at which a number in a piece may matter: as a size, its square, or the inverse of either."""
+    numbers = {abs(n) ** power for n in literal for power in (1, 0.5, -0.5, -1)}
+    yield from sorted({n * by for n in numbers if 1 / FAR < n < FAR for by in (0.25, 4)})
 
 
 def _sizes(shape: tuple[int | str, ...] | None) -> tuple[int, ...]:
@@ -159,17 +179,27 @@ def _candidates(literal: list[float], width: int) -> Iterator[tuple[Kind, float,
 
     So is one whose mean square is clamped.
     """
-    eps = [*sorted({e for e in literal if 0 < e < 0.5}), 0.0]
+    eps = [*sorted({e for i in literal for e in (i, 1 / i) if 0 < e < 0.5}), 0.0]
     root = next((r for i in literal for r in (i, 1 / i) if np.isclose(r, width**0.5, rtol=1e-6)), width**0.5)
     yield from ((kind, e, 0, 1.0) for kind in (Kind.LAYER, Kind.RMS, Kind.CRMS) for e in eps)
     yield from ((Kind.STD, e, v, 1.0) for v in (0, 1) for e in eps)
     yield from ((Kind.L2, e, v, 1.0) for v in (0, 1, 2) for e in eps)
-    yield from ((Kind.L2, e * root, v, root) for v in (0, 1) for e in eps)
+    yield from ((Kind.L2, e * by, v, root) for v in (0, 1) for by in (root, 1) for e in eps)
     yield from ((Kind.L2, e**0.5 * root, 0, root) for e in eps)
 
 
+def _explained(core: Floats, wanted: Floats, values: Sequence[Floats]) -> Gain | Literal[False] | None:
+    """Return which constant the gain of wanted = gain * core is, False where that is 1, None where there is none."""
+    fitted = _fit(core, wanted)
+    if fitted is None:
+        return None
+    return _gain(fitted, values) or (False if np.allclose(fitted, 1, rtol=1e-9) else None)
+
+
 def _fit(core: Floats, wanted: Floats) -> Floats | None:
-    """Return the gain [width] with wanted = gain * core, or None where there is none."""
+    """Return the gain [width] with wanted = gain * core in every row, or None where there is none."""
+    largest = np.maximum(np.abs(core).max(-1, keepdims=True), 1e-300)  # rows far below eps count as much as others
+    core, wanted = core / largest, wanted / largest
     gain = (core * wanted).sum(0) / np.maximum((core * core).sum(0), 1e-300)
     wrong = np.abs(core * gain - wanted).max()
     return gain if wrong <= TOLERANCE * max(1.0, float(np.abs(wanted).max())) else None

@@ -16,7 +16,7 @@ from types import FunctionType
 import torch
 from torch import fx, nn
 
-from ..backends.torch.capture import dry, evaluating, quiet
+from ..backends.torch.capture import dry, evaluating, quiet, unchanged
 from ..backends.torch.module import Args, Called, Kwargs
 from ..compat.torch import TreeSpec, operator_name, pytree
 from ..detect.graph import OpGraph
@@ -61,7 +61,7 @@ def children(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[str, ...]:
 
     handles = [child.register_forward_hook(seen, with_kwargs=True) for child in names]
     try:
-        with evaluating(module), quiet(), dry(module):
+        with evaluating(module), unchanged(module), quiet(), dry(module):
             module(*args, **kwargs)
     finally:
         for handle in handles:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..backends.torch.capture import Capture, capture_module, evaluating
+from ..backends.torch.capture import Capture, capture_module, evaluating, unchanged
 from ..backends.torch.module import Signature, stored
 from ..comparison.verifying import proof
 from ..compat.torch import COMPILED
@@ -67,7 +67,8 @@ def rewrite(
     with evaluating(module):
         taken = capture_module(module, args, kwargs, children=lambda a, k: children(module, a, k))
     program = Program(taken)
-    result = plan.run(program, calibrate, partial, seed, data=data, verify=verify)
+    with unchanged(module):
+        result = plan.run(program, calibrate, partial, seed, data=data, verify=verify)
     if result.program is program:
         return result.report
     recipe = difference(module, program, result.program)
@@ -176,7 +177,7 @@ def _prove(module: nn.Module, program: Program, taken: Capture, seed: int) -> No
     bound = ROUNDED if program.narrow else EXACT
     remedy = "use the exported route (lnr.convert, or -o OUT.pt2), and report this model"
     try:
-        with evaluating(module):
+        with evaluating(module), unchanged(module):
             found = proof(program, AsCaptured(module, taken.module.signature), bound, seed)
     except Exception as error:  # the module's own code, which may look at a norm that is gone
         why = f"rewritten, it fails with {told(error)}"

@@ -192,6 +192,18 @@ SPELLINGS: dict[str, Spelling] = {
 
 # Looks like a norm and is not one of layer and rms: read by nobody as either.
 WRONG: dict[str, Factory] = {
+    "rms clamped from above": spelled(
+        lambda n, x: n.weight * x / (x.pow(2).mean(-1, keepdim=True) + n.eps).sqrt().clamp(max=50)),
+    "rms of what is clamped": spelled(
+        lambda n, x: n.weight * x * torch.rsqrt(x.clamp(-30, 30).pow(2).mean(-1, keepdim=True) + n.eps)),
+    "layer norm clamped from above": spelled(
+        lambda n, x: n.weight * _centred(x) / (_centred(x).pow(2).mean(-1, keepdim=True) + n.eps).sqrt().clamp(max=40)),
+    "inverse root clamped from above": spelled(
+        lambda n, x: n.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)).clamp(max=1e3)),
+    "floor in a parameter": spelled(
+        lambda n, x: (n.weight * x) / torch.maximum(x.pow(2).mean(-1, keepdim=True).sqrt(), n.bias[:1].abs() * 0 + 0.05), bias=True),
+    "floor in a parameter, gain behind": spelled(
+        lambda n, x: x / torch.maximum(x.pow(2).mean(-1, keepdim=True).sqrt(), n.bias[:1]) * n.weight, bias=True),
     "rms over the tokens": spelled(lambda n, x: n.weight * x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + n.eps)),
     "rms over tokens and channels": spelled(
         lambda n, x: n.weight * x * torch.rsqrt(x.pow(2).mean((1, 2), keepdim=True) + n.eps)),

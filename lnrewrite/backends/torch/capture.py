@@ -65,7 +65,7 @@ def capture_module(
         positional, keywords = _two_rows(positional, keywords)
     positional, keywords = pytree.tree_map_only(torch.Tensor, _apart(), (positional, keywords))
     kept_calls = tuple(children(positional, keywords)) if children else ()
-    with evaluating(module), quiet():
+    with evaluating(module), unchanged(module), quiet():
 
         def made(trace: Trace) -> CapturedModule:
             given = dynamic_shapes is not None
@@ -163,6 +163,20 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             m.training = mode
         if isinstance(module, CapturedModule):
             module.train(was[module])
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Give a module the buffers back that it had, where running it counts or keeps something in them."""
+    held = [(m, n, b, b._version, b.clone()) for m in module.modules() for n, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, version, copy in held:
+                owner._buffers[name] = buffer
+                if buffer._version != version:
+                    buffer.copy_(copy)
 
 
 def dry(module: nn.Module) -> AbstractContextManager[object]:
