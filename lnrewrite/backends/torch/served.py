@@ -59,6 +59,11 @@ class Part(ABC):
         """Return the sizes of the calls that the part is tried on."""
 
     @property
+    def example(self) -> Sizes:
+        """Return the sizes of the call that is captured: no two of them alike, none of them 1."""
+        return sizes_of(2, 3, 5, 7)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Return the type that the model computes in."""
         found: torch.dtype = self.model.dtype
@@ -90,7 +95,7 @@ class Part(ABC):
 
     def capture(self) -> Capture:
         """Capture the part, every named axis free. Raises LnrewriteError LN504."""
-        example = nested(self.inputs(sizes_of(2, 3, 5, 7)))
+        example = nested(self.inputs(self.example))
         free: dict[str, Any] = {name: _free(axes) for name, axes in self.takes.items() if not is_past(name)}
         if "past" in example:
             free["past"] = [_free(axes) for name, axes in self.takes.items() if is_past(name)]
