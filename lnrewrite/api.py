@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from .backends.torch.cached import generates, two_parts
+from .backends.torch.cached import generates
 from .backends.torch.capture import Capture, capture_module, from_program
 from .backends.torch.served import no_cache
 from .compat.torch import pytree
@@ -36,7 +36,7 @@ from .pipeline.spec import placing
 from .quiet import LOGGER
 
 if TYPE_CHECKING:
-    from .models.decoder import EncoderDecoder
+    from .models.decoder import InParts
     from .models.onnx_program import OnnxProgram
 
 
@@ -73,7 +73,7 @@ def load_source(source: Source) -> Program | OnnxProgram:
 
 def load_to_export(
     source: Source, kv_cache: bool | None = None, folder: bool = False
-) -> Program | OnnxProgram | EncoderDecoder:
+) -> Program | OnnxProgram | InParts:
     """Open and capture what `identify` found as it is exported: a model that generates with its cache.
 
     kv_cache: None takes a cache where that can be, and says where not, True insists, False captures the model without.
@@ -90,12 +90,11 @@ def load_to_export(
     if opened.module is None or not (kv_cache or generates(opened.module)):
         return capture_opened(source, opened)
     need_onnx(f"model {source.name!r}")
-    from .models.decoder import decoder, encoder_decoder
+    from .models.decoder import served
 
+    module, reads = opened.module, opened.tokenizer
     try:
-        if folder and two_parts(opened.module):
-            return encoder_decoder(opened.module, opened.notes, format=opened.kind, consume=True)
-        return decoder(opened.module, opened.notes, format=opened.kind, tokenizer=opened.tokenizer, consume=True)
+        return served(module, opened.notes, folder=folder, tokenizer=reads, format=opened.kind, consume=True)
     except LnrewriteError as error:
         if kv_cache or error.code != Code.LN504:
             raise
@@ -130,16 +129,16 @@ def export_model(
     where it can be done and says in the notes why not, True insists, False never. path: an .onnx file or, of such a
     model, a name without suffix: a folder with configs, tokenizer and what onnxruntime-genai needs; of an encoder and
     decoder a folder with encoder_model.onnx, decoder_model.onnx and decoder_with_past_model.onnx, as optimum-onnx loads
-    them. how: target, dtype, opset, optimize, fuse, quantize, verify as `Program.export` takes them. Raises as that,
+    them; of a decoder that reads pictures one with vision.onnx, embedding.onnx and model.onnx. how: target, dtype,
+    opset, optimize, fuse, quantize, verify as `Program.export` takes them. Raises as that,
     and LnrewriteError LN504 for a cache that cannot be.
     """
     folder = not Path(path).suffix
     if isinstance(model, nn.Module):
-        from .models.decoder import decoder, encoder_decoder
+        from .models.decoder import served
 
         need_onnx(type(model).__name__)
-        made = encoder_decoder if folder and two_parts(model) else decoder
-        return export_program(made(model), path, None, force=force, **how)
+        return export_program(served(model, folder=folder), path, None, force=force, **how)
     source = identify(model, OpenOptions(None, False, trust_remote_code, None, "cpu", 0))
     return export_source(source, path, kv_cache, force=force, **how)
 
@@ -159,7 +158,7 @@ def export_source(
 
 
 def export_program(
-    program: Program | OnnxProgram | EncoderDecoder,
+    program: Program | OnnxProgram | InParts,
     path: str | os.PathLike[str],
     source: Path | None,
     *,
@@ -167,9 +166,9 @@ def export_program(
     **how: Any,
 ) -> Report:
     """Export a program to an .onnx file or, one that generates whose OUT has no suffix, into a folder."""
-    from .models.decoder import Decoder, EncoderDecoder
+    from .models.decoder import Decoder, InParts
 
-    if isinstance(program, EncoderDecoder) or isinstance(program, Decoder) and not Path(path).suffix:
+    if isinstance(program, InParts) or isinstance(program, Decoder) and not Path(path).suffix:
         from .checkpoints.serving import export_folder
 
         return export_folder(program, path, source if source and source.is_dir() else None, force=force, **how)

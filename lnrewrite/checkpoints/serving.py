@@ -13,12 +13,13 @@ from typing import Any
 from ..backends.onnx.file import read
 from ..backends.onnx.session import runnable
 from ..backends.torch.crossed import ENCODER, FIRST, LATER
+from ..backends.torch.pictured import EMBEDDING, VISION
 from ..backends.torch.served import is_past
 from ..compat.transformers import config_of
 from ..export.writer import TOLERANCE
 from ..files.output import CHECKPOINT, CONFIG, check_folder
 from ..loading.configs import read_config
-from ..models.decoder import Decoder, EncoderDecoder
+from ..models.decoder import Decoder, InParts
 from ..pipeline.report import Report
 from ..runtime.generating import GENAI, GENERATION, MODEL
 from .graphs import tell_genai, together, write_json
@@ -30,7 +31,7 @@ BESIDE = (
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """What a folder keeps of its checkpoint: how text, sound and pictures become numbers, and back."""
-FILES = [f"{name}.onnx" for name in ("model", ENCODER, FIRST, LATER)]
+FILES = [f"{name}.onnx" for name in ("model", ENCODER, FIRST, LATER, VISION, EMBEDDING)]
 OURS = (*CHECKPOINT, *BESIDE, *FILES, *(f"{n}{data}" for n in FILES for data in (".data", ".1.data")), GENAI, "lib*.so")
 """The names of the files of such a folder, which --force may replace."""
 TYPE = "decoder"
@@ -38,7 +39,7 @@ TYPE = "decoder"
 
 
 def export_folder(
-    program: Decoder | EncoderDecoder,
+    program: Decoder | InParts,
     output: str | os.PathLike[str],
     source: Path | None,
     *,
@@ -64,7 +65,7 @@ def export_folder(
     return replace(report, output=str(target), notes=(*report.notes, *notes))
 
 
-def _each(folder: Path, program: EncoderDecoder, **how: Any) -> Report:
+def _each(folder: Path, program: InParts, **how: Any) -> Report:
     """Export every part, and generate with all of them. Raises LnrewriteError LN403 where the tokens part."""
     reports = {name: part.export(folder / f"{name}.onnx", **how) for name, part in program.parts.items()}
     notes: Sequence[str] = ()

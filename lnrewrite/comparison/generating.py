@@ -20,6 +20,7 @@ from torch import Tensor
 from ..backends.running import Runnable
 from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.crossed import ENCODER, FIRST, HIDDEN, LATER, MASK, STATES
+from ..backends.torch.pictured import EMBEDDING, FEATURES, IMAGES, PIXELS, TEXT, VISION, Embedding
 from ..backends.torch.served import Flat, Part, going_round, is_past, sized, sizes_of
 from ..errors import Code, LnrewriteError
 
@@ -69,6 +70,10 @@ class Speaker(ABC):
     def prompt(self, batch: int, length: int, padding: int, draw: torch.Generator) -> tuple[Tensor, Flat]:
         """Make up tokens to begin with, and what else `generate` is called with; the last row is padded."""
 
+    def words(self, shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
+        """Make up tokens of text."""
+        return torch.randint(0, self.part.vocabulary, shape, generator=draw)
+
     @abstractmethod
     def greedy(self, ids: Tensor, given: Flat, count: int) -> tuple[Tensor, list[Tensor]]:
         """Return prompts with `count` tokens more, as the model generates them, and the logits of each step."""
@@ -78,11 +83,24 @@ class Speaker(ABC):
         """Yield the last logits [batch, vocabulary] of each call of what was written, a number of tokens each."""
 
 
+class _Embedded:
+    """Call a decoder's file with what is embedded of tokens; pictures belong to the first call."""
+
+    def __init__(self, files: Mapping[str, Runnable], features: Tensor) -> None:
+        self.files, self.features = files, features
+
+    def call(self, batch: Flat) -> Flat:
+        """Return what the decoder's file gives for input_ids and its other inputs."""
+        text = {"input_ids": batch["input_ids"], FEATURES: self.features}
+        self.features = self.features[:0]
+        return _called(self.files[TEXT], {**batch, **_called(self.files[EMBEDDING], text)})
+
+
 @dataclass(frozen=True, eq=False)
 class Alone(Speaker):
     """Generate with a decoder, and with one file."""
 
-    candidate: Runnable
+    candidate: Runnable | _Embedded
 
     def prompt(self, batch: int, length: int, padding: int, draw: torch.Generator) -> tuple[Tensor, Flat]:
         """Make up tokens, the last row padded on the left."""
@@ -142,6 +160,46 @@ class Across(Speaker):
             yield out["logits"][:, -1].double()
 
 
+@dataclass(frozen=True, eq=False)
+class Seeing(Speaker):
+    """Generate with a decoder that reads pictures, and with a file of each part, by name."""
+
+    parts: Mapping[str, Part]
+    files: Mapping[str, Runnable]
+
+    def prompt(self, batch: int, length: int, padding: int, draw: torch.Generator) -> tuple[Tensor, Flat]:
+        """Make up tokens with a picture behind the first one of each row, the last row padded on the left."""
+        ids, seed = self.words((batch, length + self.embedding.each), draw), int(draw.initial_seed())
+        ids[:, 1 + padding : 1 + padding + self.embedding.each] = self.embedding.token
+        mask = torch.ones_like(ids)
+        mask[-1, :padding] = 0
+        return ids, {**self.parts[VISION].inputs({IMAGES: batch}, seed), "attention_mask": mask}
+
+    @property
+    def embedding(self) -> Embedding:
+        """Return what puts text and pictures together."""
+        found = self.parts[EMBEDDING]
+        assert isinstance(found, Embedding)
+        return found
+
+    def words(self, shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
+        """Make up tokens of text, of which none is a picture's."""
+        token = self.embedding.token
+        found = super().words(shape, draw)
+        return torch.where(found == token, (found + 1) % self.part.vocabulary, found)
+
+    def greedy(self, ids: Tensor, given: Flat, count: int) -> tuple[Tensor, list[Tensor]]:
+        """Generate from prompts and their pictures, and draw none."""
+        call = {**given, "attention_mask": _longer(given["attention_mask"], ids)}
+        return _greedy(self.part.model, count, input_ids=ids, suppress_tokens=[self.embedding.token], **call)
+
+    def steps(self, tokens: Tensor, given: Flat, calls: list[int]) -> Iterator[Tensor]:
+        """Call what sees once, what embeds for each piece of text, and the decoder with its cache."""
+        features = _called(self.files[VISION], {PIXELS: given[PIXELS]})[FEATURES]
+        alone = Alone(self.part, _Embedded(self.files, features))
+        yield from alone.steps(tokens, given, calls)
+
+
 def generated(speaker: Speaker, bound: float, count: int, seed: int = 0) -> Generation:
     """Generate with a model and with what was written of it, and compare logits and choices.
 
@@ -152,10 +210,11 @@ def generated(speaker: Speaker, bound: float, count: int, seed: int = 0) -> Gene
     draw = torch.Generator().manual_seed(seed)
     for name, batch, length, padding, more in (("a short prompt", 1, 3, 0, 4), ("a padded batch", 2, 7, 3, 0)):
         ids, given = speaker.prompt(batch, length, padding, draw)
+        length = ids.shape[1]
         tokens, steps = speaker.greedy(ids, given, count)
         _round(found, name, steps, list(speaker.steps(tokens, given, [length, *[1] * (count - 1)])), bound)
         if more:  # the cache of what was generated, then a piece of text, then the tokens after it
-            ids = torch.cat([tokens, torch.randint(0, speaker.part.vocabulary, (batch, more), generator=draw)], 1)
+            ids = torch.cat([tokens, speaker.words((batch, more), draw)], 1)
             few = max(count // 2, 2)
             tokens, steps = speaker.greedy(ids, given, few)
             calls = [length + count - 1, 1 + more, *[1] * (few - 1)]
@@ -188,7 +247,7 @@ def _pieces(calls: list[int]) -> Iterator[tuple[int, int]]:
         start += new
 
 
-def _called(candidate: Runnable, call: Flat) -> Flat:
+def _called(candidate: Runnable | _Embedded, call: Flat) -> Flat:
     """Call what was written with as much as it takes."""
     taken = getattr(candidate, "inputs", call)
     out = candidate.call({name: tensor for name, tensor in call.items() if name in taken})

@@ -151,6 +151,13 @@ def _from_config(module: nn.Module, seed: int) -> Iterator[Inputs]:
                 yield _call(module, call)
 
 
+def pictures_for(module: nn.Module, seed: int = 0) -> Tensor:
+    """Return made-up pictures [2, channels, height, width] of the size that a transformers config names."""
+    config = cast("PreTrainedModel", module).config
+    shape = next(iter(_shapes("pixel_values", config, LENGTH)))
+    return _placed(module, _drawn("pixel_values", shape, config, torch.Generator().manual_seed(seed)))
+
+
 def _drawn(name: str, shape: Sequence[int], config: PretrainedConfig, generator: torch.Generator) -> Tensor:
     """Draw one input; ids lie below the vocabulary and avoid the padding id, which models treat apart."""
     if not name.endswith("ids"):

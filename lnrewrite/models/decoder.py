@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..backends.running import Runnable
-from ..backends.torch.cached import CachedDecoder, cached
+from ..backends.torch.cached import CachedDecoder, cached, two_parts
 from ..backends.torch.crossed import ENCODER, LATER, crossed
 from ..backends.torch.module import CapturedModule
+from ..backends.torch.pictured import EMBEDDING, TEXT, VISION, pictured, sees
 from ..backends.torch.served import Flat, Part, no_cache
 from ..backends.torch.widened import HALVES
-from ..comparison.generating import SAMPLE, Across, Alone, generated
+from ..comparison.generating import SAMPLE, Across, Alone, Seeing, Speaker, generated
 from ..compat.transformers import config_of
-from ..data.infer import infer_inputs
+from ..data.infer import infer_inputs, pictures_for
+from ..errors import Code, LnrewriteError
 from ..pipeline.protocols import Batch
 from .program import Program, check_finite
 
@@ -98,9 +101,28 @@ class Decoder(Served):
         self.shares = group(module, self.positions, kernels)
 
 
+class Embedder(Served):
+    """Hold what puts text and pictures together."""
+
+    def prepare(self, module: CapturedModule, kernels: Collection[str]) -> None:
+        """Let image tokens without a picture stay what they are, in a copy that is translated."""
+        from ..backends.onnx.scattering import scatter_what_is_there
+
+        scatter_what_is_there(module)
+        super().prepare(module, kernels)
+
+
+class EmbeddedDecoder(Decoder):
+    """Hold a captured decoder that takes embeddings: it generates together with what makes them alone."""
+
+    def tried(self, candidate: Runnable, bound: float) -> Sequence[str]:
+        """Return nothing: `Pictured` generates with all parts."""
+        return ()
+
+
 @dataclass(frozen=True, eq=False)
-class EncoderDecoder:
-    """Hold an encoder and its decoder as the parts that are served, by the names of their files."""
+class InParts(ABC):
+    """Hold what generates as the parts that are served, by the names of their files."""
 
     parts: Mapping[str, Served]
     notes: tuple[str, ...]
@@ -114,9 +136,47 @@ class EncoderDecoder:
         """Generate with what was written of all parts beside the model."""
         return generated(self.beside(files), bound, SAMPLE).notes()
 
+    @abstractmethod
+    def beside(self, files: Mapping[str, Runnable]) -> Speaker:
+        """Return what generates with the model, and with files of its parts."""
+
+
+class EncoderDecoder(InParts):
+    """Hold an encoder and its decoder."""
+
     def beside(self, files: Mapping[str, Runnable]) -> Across:
         """Return what generates with the model, and with files of its parts."""
         return Across(self.parts[LATER].part, self.parts[ENCODER].part, files)
+
+
+class Pictured(InParts):
+    """Hold a decoder that reads pictures, what sees them and what puts text and pictures together."""
+
+    def beside(self, files: Mapping[str, Runnable]) -> Seeing:
+        """Return what generates with the model, and with files of its parts."""
+        return Seeing(self.parts[TEXT].part, {name: part.part for name, part in self.parts.items()}, files)
+
+
+def served(
+    module: nn.Module, notes: Sequence[str] = (), *, folder: bool, tokenizer: Tokenizer | None = None, **how: Any
+) -> Decoder | InParts:
+    """Return a living model of transformers as it is served: in parts where it has several, and OUT is a folder.
+
+    how: as `decoder` takes it. Raises LnrewriteError LN504, LN024.
+    """
+    if folder and two_parts(module):
+        return encoder_decoder(module, notes, **how)
+    if sees(module):
+        why = "OUT is a file, and not a folder"
+        try:
+            if folder:
+                return reads_pictures(module, notes, tokenizer=tokenizer, **how)
+        except LnrewriteError as error:
+            if error.code != Code.LN504:
+                raise
+            why = error.why
+        notes = (*notes, f"it is written as it reads text, and takes no pictures: {why}")
+    return decoder(module, notes, tokenizer=tokenizer, **how)
 
 
 def decoder(
@@ -147,6 +207,22 @@ def encoder_decoder(
         raise no_cache(type(module).__name__, "its encoder is not called with its main input alone")
     parts, told = _widened(crossed(module, source), consume)
     return EncoderDecoder({n: Served(part, format=format) for n, part in parts.items()}, (*notes, *told))
+
+
+def reads_pictures(
+    module: nn.Module,
+    notes: Sequence[str] = (),
+    *,
+    format: str = "module",
+    tokenizer: Tokenizer | None = None,
+    consume: bool = False,
+) -> Pictured:
+    """Return a living model of transformers that reads pictures in its parts; else as `decoder`."""
+    check_finite(module)
+    parts, told = _widened(pictured(module, pictures_for(module)), consume)
+    kinds: Mapping[str, type[Served]] = {VISION: Served, EMBEDDING: Embedder, TEXT: EmbeddedDecoder}
+    made = {n: kinds[n](part, format=format, tokenizer=tokenizer) for n, part in parts.items()}
+    return Pictured(made, (*notes, *told))
 
 
 def _widened(parts: dict[str, Part], consume: bool) -> tuple[dict[str, Part], list[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.torch.crossed import ENCODER, FIRST, HIDDEN, LATER, MASK, STATES
+from ..backends.torch.pictured import EMBEDDING
 from ..backends.torch.served import going_round, is_past
 from ..errors import Code, LnrewriteError, UsageError, unknown, words
 from ..files.output import CONFIG
@@ -28,7 +29,9 @@ GENAI, GENERATION, MODEL = "genai_config.json", "generation_config.json", "model
 ENGINES = ("auto", "genai", "session")
 LOADED = re.compile(r"librar|path|backend")
 """Keys of genai's config under which files with code are named."""
+EMBEDDED = f"{EMBEDDING}.onnx"
 Arrays = dict[str, Any]
+Step = Callable[[Arrays], Arrays]
 NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
 
 
@@ -176,7 +179,8 @@ def _by_session(folder: Path, ids: list[int], most: int, threads: int | None) ->
     """Yield tokens that plain sessions of ONNX Runtime choose, the cache going round."""
     if (folder / MODEL).is_file():
         only = _Session(folder / MODEL, threads)
-        yield from _tokens(only, only, ids, only.empty(_head_size(folder)), {}, most)
+        step = _Embedding(folder / EMBEDDED, only, threads) if (folder / EMBEDDED).is_file() else only
+        yield from _tokens(step, step, ids, only.empty(_head_size(folder)), {}, most)
         return
     if not (folder / f"{LATER}.onnx").is_file():
         why, remedy = f"it holds a {FIRST}.onnx and no {LATER}.onnx", "export it with its cache"
@@ -224,7 +228,24 @@ class _Session:
         return held
 
 
-def _tokens(first: _Session, later: _Session, ids: list[int], held: Arrays, beside: Arrays, most: int) -> Iterator[int]:
+class _Embedding:
+    """Call a decoder that takes embeddings with those of text alone. Raises LnrewriteError LN013."""
+
+    def __init__(self, path: Path, decoder: _Session, threads: int | None) -> None:
+        self.decoder, self.run, self.none = decoder, _Session(path, threads), dict[str, Any]()
+        for name, value in self.run.takes.items():
+            if name != "input_ids":
+                sizes, kind = value.shape[1:], NUMPY.get(value.type)
+                if kind is None or not all(isinstance(size, int) for size in sizes):
+                    why, remedy = f"it takes {name} of {value.type}", "run it with --engine genai"
+                    raise LnrewriteError(Code.LN013, str(path), why, remedy)
+                self.none[name] = np.zeros((0, *sizes), kind)
+
+    def __call__(self, feed: Arrays) -> Arrays:
+        return self.decoder({**feed, **self.run({"input_ids": feed["input_ids"], **self.none})})
+
+
+def _tokens(first: Step, later: Step, ids: list[int], held: Arrays, beside: Arrays, most: int) -> Iterator[int]:
     """Yield tokens, each of the largest logit. held: the cache; beside: what every call is given."""
     step, new, past = first, np.array([ids], np.int64), 0
     for _ in range(most):

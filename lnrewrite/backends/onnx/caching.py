@@ -41,7 +41,7 @@ def group(module: CapturedModule, most: int, kernels: Collection[str]) -> bool:
     if MASK not in placed:
         attend_with(module, kernels)
         return False
-    ids, mask, past = placed["input_ids"], placed[MASK], placed["past_0"]
+    ids, mask, past = placed.get("input_ids") or placed["inputs_embeds"], placed[MASK], placed["past_0"]
     sizes = [str(ids.meta["val"].shape[0]), str(ids.meta["val"].shape[1]), str(past.meta["val"].shape[2])]
     bench = Bench(module, placed.get("position_ids"), (sizes[0], sizes[1], sizes[2]))
     writing = _Writing(module, ids, mask, bench.positions)

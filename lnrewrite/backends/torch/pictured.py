@@ -11,7 +11,8 @@ The names are those of onnxruntime-genai's models that read pictures. Text witho
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +25,12 @@ from .cached import CachedDecoder, cached
 from .capture import evaluating
 from .served import BATCH, NEW, Flat, Interface, Part, Sizes, no_cache, sizes_of
 
-VISION, EMBEDDING = "vision", "embedding"
+VISION, EMBEDDING, TEXT = "vision", "embedding", "model"
 PIXELS, FEATURES, EMBEDS = "pixel_values", "image_features", "inputs_embeds"
 IMAGES, SEEN = "num_images", "num_image_tokens"
+
+KINDS = ("token_type_ids", "mm_token_type_ids")
+"""Inputs that tell which tokens are a picture's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +51,25 @@ class Vision(Part):
 
     def forward(self, past: Sequence[Tensor] = (), **given: Any) -> Flat:
         """Return the features of all pictures, one after the other."""
-        features = self.model.get_image_features(**given, return_dict=True).pooler_output  # type: ignore[attr-defined]
-        return {FEATURES: torch.cat(list(features)).flatten(0, -2)}
+        model: Any = self.model
+        with any_number():
+            features = model.get_image_features(**given, return_dict=True).pooler_output
+            return {FEATURES: torch.cat([each.flatten(0, -2) for each in features])}
+
+
+@contextmanager
+def any_number() -> Iterator[None]:
+    """Let a model that lists pictures one by one, whose number a trace leaves free, have them as one."""
+    usual = torch.Tensor.__iter__
+
+    def iterate(x: Tensor) -> Iterator[Tensor]:
+        return iter([x]) if x.dim() and isinstance(x.shape[0], torch.SymInt) else usual(x)
+
+    torch.Tensor.__iter__ = iterate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.__iter__ = usual  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,14 +110,10 @@ class Embedding(Part):
         """Return a text and the features of its pictures as the model's forward takes them."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        pooled = given[FEATURES].unflatten(0, (-1, self.each)) if self.apart else [given[FEATURES]]
+        features, width = given[FEATURES], given[FEATURES].shape[1]
+        pooled = features.reshape(features.shape[0] // self.each, self.each, width) if self.apart else [features]
         seen = BaseModelOutputWithPooling(pooler_output=pooled)  # type: ignore[arg-type]
         return {"input_ids": given["input_ids"], "mm_encoder_outputs": {"image": seen}}
-
-
-@dataclass(frozen=True, eq=False)
-class EmbeddedDecoder(CachedDecoder):
-    """Call a decoder with embeddings and a flat cache."""
 
 
 def decoded(model: Any, **given: Any) -> Mapping[str, Any]:
@@ -118,14 +135,18 @@ def decoded(model: Any, **given: Any) -> Mapping[str, Any]:
     return seen
 
 
+def sees(module: torch.nn.Module) -> bool:
+    """Return whether a module that generates is called with pictures beside text."""
+    return "image" in getattr(module, "input_modalities", ()) and hasattr(module, "get_image_features")
+
+
 def pictured(module: torch.nn.Module, pixels: Tensor) -> dict[str, Part]:
     """Return the parts of a decoder that reads pictures, by the names of their files, the decoder's last.
 
     pixels: [pictures, channels, height, width]. Raises LnrewriteError LN504 with the reason where it has no such parts.
     """
-    alone, name, model = cached(module), type(module).__name__, module
-    assert isinstance(model, torch.nn.Module)
-    whole: Any = model
+    alone, name = cached(module), type(module).__name__
+    whole: Any = module
     token = getattr(whole.config, "image_token_id", None)
     if not isinstance(token, int):
         raise no_cache(name, "its config names no image token")
@@ -137,7 +158,9 @@ def pictured(module: torch.nn.Module, pixels: Tensor) -> dict[str, Part]:
             pair = Embedding(whole, {}, {}, alone.vocabulary, each, token, isinstance(pooled, Tensor))
             sizes = {**sizes_of(len(pixels), each + 3), SEEN: len(pixels) * each}
             made = replace(pair, takes=_text(width)).inputs(sizes)
-            given = decoded(whole, **pair.call(made))
+            kinds = (made["input_ids"] == token).long()  # what processors tell beside, if a model asks for it
+            asked = {n: kinds for n in KINDS if n in inspect.signature(whole.forward).parameters}
+            given = decoded(whole, **pair.call(made), **asked)
             bare = decoded(whole, inputs_embeds=given[EMBEDS])
     except Exception as error:  # a model's code may raise anything
         raise no_cache(name, f"its pictures are not seen by themselves: {told(error)}") from error
@@ -148,7 +171,7 @@ def pictured(module: torch.nn.Module, pixels: Tensor) -> dict[str, Part]:
     return {
         VISION: Vision(whole, sight, {FEATURES: (SEEN, width)}, alone.vocabulary, each),
         EMBEDDING: replace(pair, takes=_text(width), gives={EMBEDS: (BATCH, NEW, width)}),
-        "model": EmbeddedDecoder(alone.model, takes, alone.gives, alone.vocabulary),
+        TEXT: CachedDecoder(alone.model, takes, alone.gives, alone.vocabulary),
     }
 
 
