@@ -141,6 +141,13 @@ def test_a_model_that_mixes_pictures_up_is_found_out(tmp_path: Path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_is_held_in_bfloat16(tmp_path: Path) -> None:
+    """Checkpoints are mostly held so; the parts are captured in float32, pictures and all."""
+    report = lnr.export_model(built(llava).to(torch.bfloat16), tmp_path / "out", target="cpu")
+    assert any("same 28 tokens" in note for note in report.notes)
+    assert (tmp_path / "out" / "vision.onnx").exists()
+
+
 def test_scattered() -> None:
     """It is masked_scatter where there are numbers enough, and keeps what there are none for."""
     x, mask = torch.randn(2, 3, 4), torch.tensor([[[True], [False], [True]], [[False], [True], [False]]])

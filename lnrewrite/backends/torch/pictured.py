@@ -152,7 +152,7 @@ def pictured(module: torch.nn.Module, pixels: Tensor) -> dict[str, Part]:
         raise no_cache(name, "its config names no image token")
     try:
         with torch.no_grad(), evaluating(whole):
-            pooled = whole.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
+            pooled = whole.get_image_features(pixel_values=pixels.to(whole.dtype), return_dict=True).pooler_output
             shape = tuple(torch.stack(list(pooled)).shape)
             each, width = int(shape[1]), int(shape[2])
             pair = Embedding(whole, {}, {}, alone.vocabulary, each, token, isinstance(pooled, Tensor))
