@@ -168,14 +168,14 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Give a module the buffers back that it had, where running it counts or keeps something in them."""
-    held = [(m, n, b, b._version, b.clone()) for m in module.modules() for n, b in m._buffers.items() if b is not None]
+    held = [(m, n, b, b.clone()) for m in module.modules() for n, b in m.named_buffers(recurse=False) if not b.is_meta]
     try:
         yield
     finally:
         with torch.no_grad():
-            for owner, name, buffer, version, copy in held:
-                owner._buffers[name] = buffer
-                if buffer._version != version:
+            for owner, name, buffer, copy in held:
+                setattr(owner, name, buffer)
+                if not torch.equal(buffer, copy):
                     buffer.copy_(copy)
 
 
