@@ -30,7 +30,7 @@ from ..pipeline.driver import Result
 from ..pipeline.job import Job, check_paths
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Report
-from ..runtime.generating import GENAI, read_json
+from ..runtime.generating import GENAI, names_cuda, read_json, session_options
 from ..runtime.sessions import holds_operators
 from .writing import carry, check_room, whole
 
@@ -180,17 +180,12 @@ def tell_genai(folder: Path, target: str | None = None) -> None:
     if (library is None and target is None) or not (folder / GENAI).is_file():
         return
     held: Json = read_json(folder / GENAI)
-    options: object = held
-    for key in ("model", "decoder", "session_options"):
-        options = options.setdefault(key, {}) if isinstance(options, dict) else None
-    if not isinstance(options, dict):
-        return
+    options = session_options(held)
     if library is not None:
         options["custom_ops_library"] = library.name
-    named = options.get("provider_options")
-    if target == "cuda" and not named:
+    if target == "cuda" and not options.get("provider_options"):
         options["provider_options"] = [{"cuda": {"enable_cuda_graph": "0"}}]
-    if target == "cpu" and isinstance(named, list) and all(isinstance(p, dict) and [*p] == ["cuda"] for p in named):
+    if target == "cpu" and names_cuda(options):
         options["provider_options"] = []
     write_json(folder / GENAI, held)
 

@@ -131,7 +131,7 @@ def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Seq
         return Verdict(None, why="its sizes are taken along an axis of unknown size")
     rng = np.random.default_rng(0)
     sizes = [d if isinstance(d, int) and i - len(shape) == axis else 2 + i for i, d in enumerate(shape)]
-    literal = [float(i) for o in ops for i in (*o.inputs, *_bounds(o)) if isinstance(i, (int, float)) and i]
+    literal = [float(i) for o in ops for i in o.inputs if isinstance(i, (int, float)) and i]
     x = rng.normal(size=sizes) * 0.7 + 0.3
     tests = [x * size for size in (0.02, 1, 3, *_around(literal))]
     drawn = {n: rng.normal(size=_sizes(graph[n].shape)) for n in held}
@@ -157,11 +157,6 @@ def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Seq
         return Verdict(Norm(kind, eps, factor=factor, variant=variant, axis=axis), gains[0] or None)
     small = sorted({i for i in literal if abs(i) < 0.5})
     return Verdict(None, why=f"not layer, rms, crms, std or l2 with any eps of {small or 'none'}")
-
-
-def _bounds(op: Op) -> Iterator[object]:
-    """Yield the numbers among an op's attributes."""
-    yield from (value for value in op.attrs.values() if isinstance(value, float))
 
 
 def _around(literal: Iterable[float]) -> Iterator[float]:

@@ -139,13 +139,18 @@ def _check(folder: Path) -> None:
                 raise damaged(str(folder), f"{GENAI} names {value[:60]!r}, which is not a file of the folder")
 
 
-def _for_cuda(folder: Path) -> bool:
-    """Return whether a folder's config names CUDA, and no other provider, to run its decoder."""
-    held: object = read_json(folder / GENAI)
-    for key in ("model", "decoder", "session_options", "provider_options"):
-        held = held.get(key) if isinstance(held, dict) else None
-    named = [each for each in held if isinstance(each, dict)] if isinstance(held, list) else []
-    return [name for each in named for name in each] == ["cuda"]
+def session_options(config: Json) -> Json:
+    """Return the options of a decoder's sessions in genai's config, to be changed in place where it has any sense."""
+    held: object = config
+    for key in ("model", "decoder", "session_options"):
+        held = held.setdefault(key, {}) if isinstance(held, dict) else None
+    return held if isinstance(held, dict) else {}
+
+
+def names_cuda(options: Json) -> bool:
+    """Return whether options of sessions name CUDA, and no other provider."""
+    named = options.get("provider_options")
+    return isinstance(named, list) and [n for each in named if isinstance(each, dict) for n in each] == ["cuda"]
 
 
 def _by_genai(folder: Path, ids: list[int], most: int, threads: int | None) -> Iterator[int]:
@@ -155,7 +160,9 @@ def _by_genai(folder: Path, ids: list[int], most: int, threads: int | None) -> I
 
     try:
         config = genai.Config(str(folder))
-        if _for_cuda(folder) and not genai.is_cuda_available():  # its graph runs here all the same
+        if (
+            names_cuda(session_options(read_json(folder / GENAI))) and not genai.is_cuda_available()
+        ):  # its graph runs here all the same
             LOGGER.warning("note: the folder is for CUDA, which is not here: it runs on the CPU")
             config.clear_providers()
         if threads is not None:

@@ -35,7 +35,7 @@ def check(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwarg
     Raises LnrewriteError LN023 where a program that differs, or whose path is fixed, is not the module on its own
     example inputs.
     """
-    if _has_no_numbers(captured):
+    if has_no_numbers(captured):
         return []
     fixed = bool(fixed_paths(captured.graph))
     if fixed:
@@ -58,12 +58,13 @@ def same(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs
 
     Raises LnrewriteError LN023 where they differ.
     """
-    if not _has_no_numbers(captured) and (why := _wrong(module, captured, args, kwargs)):
+    if not has_no_numbers(captured) and (why := _wrong(module, captured, args, kwargs)):
         remedy = "let the model compute the same while it is exported, and choose by torch.where or torch.cond"
         raise LnrewriteError(Code.LN023, type(module).__name__, f"on its own example inputs {why}", remedy)
 
 
-def _has_no_numbers(module: nn.Module) -> bool:
+def has_no_numbers(module: nn.Module) -> bool:
+    """Return whether a module holds no weights, so that it cannot be run."""
     return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
@@ -75,23 +76,23 @@ def _wrong(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwar
         return ""
     try:
         got = run(captured, args, kwargs)
-    except Exception as error:
-        path = other_path(error)
-        return f"it takes another path: {path}" if path else f"it fails: {words(error).partition(chr(10))[0]}"
-    away = _error(module, captured, want, got, args, kwargs)
-    return f"its outputs are {away:.1e} (relative) from the module's" if away else ""
+    except Exception as why:
+        path = other_path(why)
+        return f"it takes another path: {path}" if path else f"it fails: {words(why).partition(chr(10))[0]}"
+    error = away(module, captured, want, got, args, kwargs)
+    return f"its outputs are {error:.1e} (relative) from the module's" if error else ""
 
 
 def _apart(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> float | None:
-    """Return how far apart their outputs are, as `_error`; 0 where one of them takes no such inputs."""
+    """Return how far apart their outputs are, as `away`; 0 where one of them takes no such inputs."""
     try:
         want, got = run(module, args, kwargs), run(captured, args, kwargs)
     except Exception:  # a program that insists on its path, or on its sizes, is not wrong
         return 0.0
-    return _error(module, captured, want, got, args, kwargs)
+    return away(module, captured, want, got, args, kwargs)
 
 
-def _error(
+def away(
     module: nn.Module, captured: CapturedModule, want: Outputs, got: Outputs, args: Args, kwargs: Kwargs
 ) -> float | None:
     """Return how far apart what a module and its program give is, relative; 0 where that is rounding.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -155,9 +155,10 @@ def pictured(module: torch.nn.Module, pixels: Tensor) -> dict[str, Part]:
             pooled = whole.get_image_features(pixel_values=pixels.to(whole.dtype), return_dict=True).pooler_output
             shape = tuple(torch.stack(list(pooled)).shape)
             each, width = int(shape[1]), int(shape[2])
-            pair = Embedding(whole, {}, {}, alone.vocabulary, each, token, isinstance(pooled, Tensor))
-            sizes = {**sizes_of(len(pixels), each + 3), SEEN: len(pixels) * each}
-            made = replace(pair, takes=_text(width)).inputs(sizes)
+            text: Interface = {"input_ids": (BATCH, NEW), FEATURES: (SEEN, width)}
+            both: Interface = {EMBEDS: (BATCH, NEW, width)}
+            pair = Embedding(whole, text, both, alone.vocabulary, each, token, isinstance(pooled, Tensor))
+            made = pair.inputs(pair.kinds[0])
             kinds = (made["input_ids"] == token).long()  # what processors tell beside, if a model asks for it
             asked = {n: kinds for n in KINDS if n in inspect.signature(whole.forward).parameters}
             given = decoded(whole, **pair.call(made), **asked)
@@ -166,17 +167,13 @@ def pictured(module: torch.nn.Module, pixels: Tensor) -> dict[str, Part]:
         raise no_cache(name, f"its pictures are not seen by themselves: {told(error)}") from error
     if odd := [key for key in sorted({*given, *bare}) if not _same(given.get(key), bare.get(key))]:
         raise no_cache(name, f"its decoder is told of pictures by more than embeddings: {', '.join(odd)}")
-    takes: Interface = {EMBEDS: (BATCH, NEW, width)} | {n: a for n, a in alone.takes.items() if n != "input_ids"}
+    takes: Interface = both | {n: a for n, a in alone.takes.items() if n != "input_ids"}
     sight: Interface = {PIXELS: (IMAGES, *map(int, pixels.shape[1:]))}
     return {
         VISION: Vision(whole, sight, {FEATURES: (SEEN, width)}, alone.vocabulary, each),
-        EMBEDDING: replace(pair, takes=_text(width), gives={EMBEDS: (BATCH, NEW, width)}),
+        EMBEDDING: pair,
         TEXT: CachedDecoder(alone.model, takes, alone.gives, alone.vocabulary),
     }
-
-
-def _text(width: int) -> Interface:
-    return {"input_ids": (BATCH, NEW), FEATURES: (SEEN, width)}
 
 
 def _same(one: object, other: object) -> bool:
