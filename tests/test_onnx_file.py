@@ -374,6 +374,17 @@ def test_old_and_unordered_models_are_read(tmp_path: Path) -> None:
     assert lnr.load(str(tmp_path / "m.onnx")).inspect()["placement"] == "pre"
 
 
+@pytest.mark.parametrize("version, told", [(3, False), (8, True)])
+def test_weights_that_a_caller_may_give_are_told(version: int, told: bool, tmp_path: Path) -> None:
+    model = model_of(17)
+    model.ir_version = version
+    model.graph.input.append(helper.make_tensor_value_info("g1", TensorProto.FLOAT, [WIDTH]))
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    report = lnr.Pipeline.parse("fold-affine").run(lnr.load(str(tmp_path / "m.onnx"))).report
+    assert report.edits == 1
+    assert any("inputs too, 'g1'" in note for note in report.notes) is told
+
+
 CACHED = """<ir_version: 8, opset_import: ["" : 18]>
 g (int64[batch,sequence] ids, float[batch,past,8] past, float[batch,{total}] mask)
   => (float[batch,sequence,8] y, float[batch,all,8] present) {

@@ -40,6 +40,7 @@ from ..files.output import check_output
 from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec
 from ..kernels.library import DOMAIN, find
+from ..loading.identify import listed
 from ..loading.transformers import Tokenizer
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Fitted, Report
@@ -108,6 +109,14 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         made = cls(model, style=style, given=_named(model, inputs, seed))
         made.tokenizer = tokenizer
         return made
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what `Program.notes` does, and which weights are inputs too: before IR 4 all had to be."""
+        given = [repr(v.name) for v in self.model.graph.inputs if v.const_value is not None]
+        if not given or self.model.ir_version < 4:
+            return super().notes
+        return (*super().notes, f"weights that are inputs too, {listed(given)}, are taken as stored: callers give none")
 
     @property
     def fixed_paths(self) -> tuple[str, ...]:
