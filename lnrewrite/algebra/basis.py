@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import Code, Refusal
 from ..ir import (
+    RECALL,
+    Affine,
     Block,
     Edit,
     FoldReader,
@@ -160,7 +162,8 @@ class Basis:
 
     def passable(self, block: Block) -> None:
         """Raise Closed where something stands between blocks, or in a branch, that M does not pass."""
-        if carried := block.barrier(Side.CARRIED):
+        carried = block.barrier(Side.CARRIED)
+        if carried and carried.op != RECALL:
             raise Closed(Code.LN114, f"after {block.name} the stream is {carried}")
         if added := block.barrier(Side.ADDED):
             why = f"the sum of {block.name} {added}, which no linear map writes"
@@ -214,10 +217,14 @@ class Basis:
                 choice.decline()
         done: set[Hashable] = set()
         found: dict[str, list[Operation]] = {}
+        recalled = any(b.op == RECALL for block in self.stream.blocks for b in block.barriers)
         for choice in self.choices:
             operations = choice.operations if choice.taken else choice.instead
             assert not isinstance(operations, Closed)
             for operation in operations:
+                if recalled and isinstance(operation, Affine) and operation.where is Where.EMBEDDING:
+                    why = "the first state, which is added again later, cannot be changed in what writes it"
+                    raise Closed(Code.LN114, why)
                 key = (linear_of(operation).param, effect(operation)) if isinstance(operation, Weights) else None
                 bias = operation.writer.bias if isinstance(operation, ScaleWriter) else None
                 own = bias, effect(operation) if isinstance(operation, Weights) else None

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import Code, LnrewriteError, Refusal
 from ..ir import (
+    RECALL,
     Block,
     DropScale,
     Edit,
@@ -207,8 +208,9 @@ class Absorber:
         for scale in last.scaled("trunk"):
             self.size = _plain(self.size * _nonzero(self.product((scale,)), last))
             self.found[last.name].append(DropScale(scale))
-        if not is_one(self.size) and any(b.barrier(Side.CARRIED) for b in group):
-            raise Closed(Code.LN126, f"after {last.name} the stream passes through an activation")
+        carried = next((c for b in group if (c := b.barrier(Side.CARRIED))), None)
+        if carried and (carried.op == RECALL or not is_one(self.size)):
+            raise Closed(Code.LN126, f"after {last.name} the stream is {carried}")
         most = APART if np.ndim(self.size) else RANGE
         if beyond := [x for x in np.abs(np.ravel(self.size)) if not 1 / most < x < most]:
             raise Closed(Code.LN126, f"after {last.name} the stream would be {beyond[0]:.1e} times as large")

@@ -6,10 +6,10 @@ streams, and a norm met on the way is a trunk norm (post-LN).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..ir import Scale
+from ..ir import RECALL, Scale
 from . import scales as scales_
 from .branches import Branch, branches_of
 from .edges import writers
@@ -17,6 +17,7 @@ from .graph import CASTS, SHAPE
 from .joins import Join, scaled
 from .match import NormMatch
 from .normed import NormedGraph
+from .recalls import Recall
 
 ACTIVATIONS = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu", "relu6"})
 PARTIAL = "a norm of some channels each"
@@ -27,7 +28,8 @@ PARTIAL = "a norm of some channels each"
 class Link:
     """Describe where a sum's root comes from: the sum before it (None: a source), through which norm and factors.
 
-    `through` names another op on the way that a linear map of the channels does not pass.
+    `through` names another op on the way that a linear map of the channels does not pass. `recalled` are the values
+    between earlier states that are added on the way and where they are.
     """
 
     before: str | None
@@ -35,6 +37,7 @@ class Link:
     start: str
     scales: tuple[Scale, ...] = ()
     through: str = ""
+    recalled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +51,13 @@ class Sum:
     post: NormMatch | None = None
 
 
-def chains(view: NormedGraph, joins: Sequence[Join]) -> list[list[Sum]]:
+def chains(view: NormedGraph, joins: Sequence[Join], recalls: Mapping[str, Recall]) -> list[list[Sum]]:
     """Group sums into streams, in execution order."""
     totals = {j.total for j in joins}
     ends: dict[str, list[Sum]] = {}
     found: list[list[Sum]] = []
     for join in joins:
-        link = _link(view, join.root, totals)
+        link = _link(view, join.root, totals, recalls)
         chain = ends.pop(link.before, None) if link.before else None
         if chain is None:
             chain = []
@@ -76,14 +79,22 @@ def _settled(view: NormedGraph, chain: Sequence[Sum]) -> list[Sum]:
     return settled
 
 
-def _link(view: NormedGraph, root: str, totals: Container[str]) -> Link:
+def _link(view: NormedGraph, root: str, totals: Container[str], recalls: Mapping[str, Recall]) -> Link:
     """Walk a root back to the sum, or the source, that it comes from."""
     graph, axis = view.graph, -1
     norm, name, start, through = None, root, root, ""
     scales: list[Scale] = []
+    recalled: list[str] = []
+    bare = False  # the norm that starts a stream, and numbers behind it at most
     while name not in totals:
         op = graph[name]
+        if name in recalls:
+            recalled += [name, *recalls[name].path]
+            through = through or recalls[name].barrier
+            name = recalls[name].state
+            continue
         if name in view.norms and norm is None:
+            bare = not any(s.vector for s in scales) and len(scales) == len(graph.between(name, root))
             norm, name = name, view.norms[name].source
             continue
         if name in view.norms:  # a norm of a norm, such as PowerNorm's of groups
@@ -100,8 +111,11 @@ def _link(view: NormedGraph, root: str, totals: Container[str]) -> Link:
         elif (shifted := scaled(graph, name)) is not None:
             name, through = shifted, through or op.kind
         else:
-            return Link(None, norm if norm and graph[root].name == norm else None, start, tuple(scales), through)
-    return Link(name, norm, start, tuple(scales), through)
+            return Link(None, norm if bare else None, start, tuple(scales), through)
+    if recalled and not through:
+        moved = any(op.kind in SHAPE for op in graph.between(name, root))
+        through = RECALL if norm is None and not moved else "an earlier state behind a norm or a reshape"
+    return Link(name, norm, start, tuple(scales), through, tuple(recalled))
 
 
 def _post_norms(view: NormedGraph, chain: Sequence[Sum]) -> list[NormMatch | None]:

@@ -14,7 +14,7 @@ from ..ir import Network
 from .chains import chains
 from .constants import computed, gates
 from .graph import OpGraph
-from .joins import find_joins
+from .joins import find_joins, outermost
 from .lookalikes import placed
 from .match import NormMatch
 from .misses import nearest_miss
@@ -22,6 +22,7 @@ from .mixtures import mixtures
 from .naming import name_blocks, norm_names
 from .normed import NormedGraph
 from .norms import find_norms, stacked
+from .recalls import find_recalls
 from .sites import Sites
 from .streams import stream
 
@@ -43,10 +44,12 @@ def detect(graph: OpGraph) -> Detection:
     """Return what is found in a graph: streams, norms on no stream, and what is not understood."""
     norms, unknown = find_norms(graph)
     view = NormedGraph(graph, stacked(graph, norms))
-    joins, every, refusals = find_joins(graph, view.norms)
+    every, refusals = find_joins(graph, view.norms)
+    recalls = find_recalls(graph, every)
+    joins = outermost(graph, [j for j in every if j.total not in recalls], refusals)
     refusals = refusals or list(mixtures(graph, every, view.norms))
     sites = Sites(view, [] if refusals else joins)
-    streams = name_blocks(tuple(stream(sites, chain, i) for i, chain in enumerate(chains(view, sites.joins))))
+    streams = name_blocks(tuple(stream(sites, chain, i) for i, chain in enumerate(chains(view, sites.joins, recalls))))
     if not streams and not refusals:
         refusals = [nearest_miss(graph)]
     elsewhere = sites.elsewhere()

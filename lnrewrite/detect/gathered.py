@@ -101,7 +101,7 @@ class _Sum:
         return graph[self.total].kind in SIGNED and last <= graph.index[self.total]
 
     def carries(self, x: str, terms: Mapping[Term, Expression]) -> bool:
-        """Return whether a sum carries x on beside what weights compute from it; masks have to be stored."""
+        """Return whether a sum carries x on, alone or beside what weights compute from it; masks have to be stored."""
         graph, rest = self.graph, {name for term in terms if term != (x,) for name in term}
         state, total = graph[x], graph[self.total]
         if x in graph.constant or x in rest or state.dtype != total.dtype or not same_shape(graph, x, self.total):
@@ -112,6 +112,8 @@ class _Sum:
             return False
         if any(graph[name].dtype == "bool" for name in rest):
             return False
+        if not rest:  # all of it is x times stored factors
+            return True
         weighed = (name for name in rest if graph.reaches(x, name) and same_shape(graph, name, self.total))
         return any(op.kind in WEIGHTED for name in weighed for op in graph.between(x, name))
 

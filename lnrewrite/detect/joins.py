@@ -31,8 +31,8 @@ class Join:
     extras: tuple[str, ...] = ()
 
 
-def find_joins(graph: OpGraph, whole: Container[str] = ()) -> tuple[list[Join], list[Join], list[Refusal]]:
-    """Return the residual sums in execution order, inner ones left out, all of them, and what is beyond the picture.
+def find_joins(graph: OpGraph, whole: Container[str] = ()) -> tuple[list[Join], list[Refusal]]:
+    """Return the residual sums in execution order, inner ones too, and what is beyond the picture.
 
     `whole` are values that are one term though they are sums: a norm's, whose bias is added last.
     """
@@ -45,7 +45,7 @@ def find_joins(graph: OpGraph, whole: Container[str] = ()) -> tuple[list[Join], 
             if join:
                 found.append(join)
                 states.add(join.total)
-    return _outermost(graph, _own(graph, found), refusals), found, refusals
+    return found, refusals
 
 
 def mixes(graph: OpGraph, start: str, end: str) -> bool:
@@ -75,7 +75,18 @@ def flattens(graph: OpGraph, name: str, whole: Container[str]) -> bool:
         return False
     user = graph[users[0]]
     same = user.kind == "add" and len(user.data) == 2 and same_shape(graph, name, user.name)
-    return same and user.data.count(name) == 1 and user.name not in whole  # a sum twice is no part
+    if not same or user.data.count(name) != 1 or user.name in whole:  # a sum twice is no part
+        return False
+    return not _recalled(graph, name, next(n for n in user.data if n != name))
+
+
+def _recalled(graph: OpGraph, total: str, other: str) -> bool:
+    """Return whether what is added to a residual sum is a state before its own, times a stored factor."""
+    early = scaled(graph, other) if graph[other].kind != "add" else None
+    if early is None or not graph.reaches(early, total):
+        return False
+    pairs = (graph[total].data, graph[total].data[::-1])
+    return any(early != state and graph.reaches(early, state) and is_sublayer(graph, state, f) for state, f in pairs)
 
 
 def summands(graph: OpGraph, total: str, whole: Container[str]) -> list[tuple[str, str]]:
@@ -261,8 +272,9 @@ def _merged(graph: OpGraph, root: str, branches: list[tuple[str, str]]) -> tuple
             return tuple(branches)
 
 
-def _outermost(graph: OpGraph, joins: list[Join], refusals: list[Refusal]) -> list[Join]:
-    """Drop sums that lie inside a branch, and refuse skips that span a chain of blocks."""
+def outermost(graph: OpGraph, joins: list[Join], refusals: list[Refusal]) -> list[Join]:
+    """Drop sums that are no stream's, or lie inside a branch, and refuse skips that span a chain of blocks."""
+    joins = _own(graph, joins)
     inner: set[str] = set()
     ends = [graph.index[j.total] for j in joins]
     users: dict[str, str] = {}

@@ -27,7 +27,8 @@ def stream(sites: Sites, chain: Sequence[Sum], index: int) -> Stream:
     final = final if final and view.spans(final, last.join.total, last.axis) else None
     begun, axis = (embedding.source, embedding.axis) if embedding else (first.join.root, first.axis)
     sources = writers(graph, begun, axis)
-    opaque = graph[sources.others[0]].kind if sources.others else ""
+    recalled = {name for one in chain for name in one.link.recalled}
+    opaque = next((graph[name].kind for name in sources.others if name not in recalled), "")
     if embedding and set(graph.users[begun]) - embedding.members:
         opaque = opaque or "a value that is read bare too"
     exits = _exits(view, last.join.total, last.axis, final or last.post)
@@ -100,6 +101,7 @@ def _taps(view: NormedGraph, chain: Sequence[Sum]) -> tuple[str, ...]:
         for branch in one.branches:
             known |= branch.region | {branch.add}
         known |= {o.name for o in graph.between(one.join.root, one.join.skip)}
+        known |= set(one.link.recalled)
         if one.link.before:
             known |= {o.name for o in graph.between(one.link.before, one.link.start)}
     found = []

@@ -25,9 +25,10 @@ from .edits import (
     Vectors,
 )
 from .network import Block, Network, Stream, layers, site_name, sums
-from .parts import Anchor, Barrier, Gate, Kind, Linear, Norm, Placement, Scale, ScalePair, Side, Site, Where
+from .parts import RECALL, Anchor, Barrier, Gate, Kind, Linear, Norm, Placement, Scale, ScalePair, Side, Site, Where
 
 __all__ = [
+    "RECALL",
     "Affine",
     "Anchor",
     "Array",

@@ -210,6 +210,9 @@ class Barrier:
         return SAID[self.at].format(op=self.op)
 
 
+RECALL = "an earlier state that is added again"
+"""What a trunk is carried through where it takes an earlier state up again: one map of all states passes it."""
+
 SAID = {
     Side.READ: "read by {op}", Side.RAW: "reads the raw stream too", Side.WRITTEN: "written by {op}",
     Side.ENDS: "ends in {op}", Side.ADDED: "adds {op}", Side.CARRIED: "carried through {op}",

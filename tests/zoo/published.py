@@ -335,6 +335,23 @@ class Linked(nn.Module):
         return x
 
 
+class Shaped(nn.Module):
+    """Add what the first half of the blocks gave to the second half, times learned numbers (modded-nanogpt, U-ViT)."""
+
+    def __init__(self, branches: list[nn.Module]) -> None:
+        super().__init__()
+        self.branches, self.norms = nn.ModuleList(branches), nn.ModuleList(layer(WIDTH) for _ in branches)
+        self.link = nn.Parameter(torch.rand(len(branches)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, half = list[Tensor](), len(self.branches) // 2
+        for i, (branch, norm) in enumerate(zip(self.branches, self.norms, strict=True)):
+            x = x + self.link[i] * kept.pop() if i > half else x
+            x = x + branch(norm(x))
+            kept.append(x)
+        return x
+
+
 class Gained(nn.Module):
     """Multiply the branch by a learned number that starts at 0 (ReZero)."""
 
@@ -406,7 +423,10 @@ PUBLISHED: dict[str, Design] = {
     "latents that attend to the tokens (Perceiver)": Design(
         lambda: Net(Latents(stack(inn=layer)), final=layer), "pre*5", norms={"layer": 7}
     ),
-    "links to the embedding": Design(lambda: Net(Linked([Attention(), Mlp()] * 2), final=rms), None, norms={"rms": 5}),
+    "links to the embedding": Design(
+        lambda: Net(Linked([Attention(), Mlp()] * 2), final=rms), "pre*4", norms={"rms": 5}
+    ),
+    "skips of a U": Design(lambda: Net(Shaped([Attention(), Mlp()] * 3), final=layer), "pre*6", norms={"layer": 7}),
     "1 + w": Design(_pre(gemma), "pre*4", norms={"rms": 5}),
     "weightless norms": Design(_pre(weightless), "pre*4", norms={"layer": 5}),
 }  # fmt: skip

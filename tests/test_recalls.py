@@ -1,0 +1,103 @@
+"""Sums that take an earlier state up again: the blocks beside them are seen, and what is exact there stays exact."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lnrewrite as lnr
+import zoo
+from lnrewrite import Pipeline
+from lnrewrite.ir import RECALL, Side
+from tiers import rows
+from zoo.nets import Attention, Mlp
+from zoo.norms import VOCAB, WIDTH, layer, rms
+
+SEEDS = range(60)
+EXACT = (
+    "canonicalize,fold-affine,untie,rotate-stream",
+    "rescale-stream{by=0.25}",
+    "absorb-scales",
+    "layernorm-to-rmsnorm",
+)
+FACTORS = ("number", "learned", "stored", "channels", "none")
+
+
+class Drawn(nn.Module):
+    """Make a Pre-LN net of drawn norms; each sum may be led by one that takes a drawn earlier state up again."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = self.draw = random.Random(seed)
+        norm = draw.choice([layer, rms])
+        self.table, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.places = nn.Embedding(32, WIDTH) if draw.random() < 0.4 else None
+        self.first = draw.choice([nn.RMSNorm(WIDTH, elementwise_affine=False), norm(WIDTH)]) if seed % 3 == 0 else None
+        self.branches = nn.ModuleList(draw.choice([Attention, Mlp])() for _ in range(draw.randint(3, 6)))
+        self.norms, self.final = nn.ModuleList(norm(WIDTH) for _ in self.branches), norm(WIDTH)
+        self.kinds = [draw.choice(FACTORS) for _ in self.branches]
+        self.back = [draw.randint(0, i) if draw.random() < 0.7 else None for i in range(len(self.branches))]
+        kept = torch.tensor([draw.choice([0.5, 1.0, 2.0]) for _ in self.branches])
+        self.keep = nn.Parameter(kept) if draw.random() < 0.6 else None
+        self.learned = nn.Parameter(torch.rand(len(self.branches)))
+        self.channels = nn.Parameter(torch.rand(len(self.branches), WIDTH))
+        self.register_buffer("stored", torch.rand(len(self.branches)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + self.places(torch.arange(ids.shape[1], device=ids.device)) if self.places else x
+        states = [self.first(x) if self.first else x]
+        for i, (branch, norm) in enumerate(zip(self.branches, self.norms, strict=True)):
+            x, back = states[-1], self.back[i]
+            if back is not None and self.kinds[i] != "none":
+                x = (x if self.keep is None else self.keep[i] * x) + self.factor(i) * states[back]
+            states.append(x + branch(norm(x)))
+        return self.head(self.final(states[-1]))
+
+    def factor(self, i: int) -> Any:
+        if self.kinds[i] == "number":
+            return 0.3
+        return {"learned": self.learned, "stored": self.stored, "channels": self.channels}[self.kinds[i]][i]
+
+    @property
+    def recalls(self) -> bool:
+        """Return whether an earlier state is taken up again."""
+        return any(b is not None and b < i and self.kinds[i] != "none" for i, b in enumerate(self.back))
+
+    @property
+    def plain(self) -> bool:
+        """Return whether no earlier state is taken up again channel by channel."""
+        return all(b is None or k != "channels" for b, k in zip(self.back, self.kinds, strict=True))
+
+
+@pytest.mark.parametrize("seed", rows(SEEDS, sample=(0, 1, 2, 5)))
+def test_drawn_nets_are_seen_and_stay_exact(seed: int) -> None:
+    torch.manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (2, 8))
+    other = torch.randint(0, VOCAB, (3, 5))
+    with zoo.float64():
+        net = Drawn(seed).double().eval()
+        program = lnr.capture(net, (ids,))
+        assert [b.placement for b in program.network.blocks] == ["pre"] * len(net.branches)
+        assert not program.network.refusals
+        for text in EXACT:
+            result = Pipeline.parse(text).run(program, partial=True)
+            for given in (ids, other):
+                want, got = net(given), result.program.module()(given)
+                assert (want - got).abs().max() <= 1e-9 * want.abs().max(), text
+            codes = {r.code for r in result.report.refusals}
+            assert "LN404" not in codes  # what was proposed held
+            if net.plain and net.first is None and text == "rescale-stream{by=0.25}":
+                assert result.report.edits and not codes
+
+
+def test_what_is_taken_up_again_is_told() -> None:
+    torch.manual_seed(0)
+    net = next(net for net in map(Drawn, SEEDS) if net.plain and net.recalls)
+    program = lnr.capture(net.eval(), (torch.randint(0, VOCAB, (2, 8)),))
+    told = [b.barrier(Side.CARRIED) for b in program.network.blocks]
+    assert any(b and b.op == RECALL for b in told)
