@@ -385,6 +385,26 @@ def test_weights_that_a_caller_may_give_are_told(version: int, told: bool, tmp_p
     assert any("inputs too, 'g1'" in note for note in report.notes) is told
 
 
+@pytest.mark.parametrize("square", ["Pow (x, two)", "Mul (x, x)"])
+@pytest.mark.parametrize("eps", [1e-3, 1e-6])
+def test_an_eps_is_seen_whatever_onnx_runtime_makes_of_it(eps: float, square: str, tmp_path: Path) -> None:
+    """ONNX Runtime 1.31 fuses such a norm in float64 with an eps of 1e-5, whatever the file says."""
+    models = []
+    for stored in (eps, 1e-5):
+        text = f"""<ir_version: 8, opset_import: ["" : 18]>
+        g (float[n,t,{WIDTH}] x) => (float[n,t,{WIDTH}] y) <float two = {{2.0}}, float eps = {{{stored}}}> {{
+            axes = Constant <value_ints = [-1]> () s = {square} m = ReduceMean <keepdims = 1> (s, axes) v = Add (m, eps)
+            d = Sqrt (v) u = Div (x, d) n = Mul (u, g1) h = MatMul (n, a) r = Relu (h) f = MatMul (r, b)
+            y = Add (x, f) }}"""
+        model = onnx.parser.parse_model(text)
+        model.graph.initializer.extend(t for t in model_of().graph.initializer if t.name != "b1")
+        onnx.save(model, str(tmp_path / f"{stored}.onnx"))
+        models.append(lnr.load(str(tmp_path / f"{stored}.onnx")))
+    assert lnr.verify(*models)["verdict"] == "different"
+    assert not [r for r in models[0].network.refusals if r.code == "LN208"]
+    assert lnr.Pipeline.parse("fold-affine").run(models[0]).report.edits == 1
+
+
 CACHED = """<ir_version: 8, opset_import: ["" : 18]>
 g (int64[batch,sequence] ids, float[batch,past,8] past, float[batch,{total}] mask)
   => (float[batch,sequence,8] y, float[batch,all,8] present) {

@@ -59,6 +59,15 @@ def _positive_axis(s: Sheet, x: ir.Value) -> ir.Value:
     return s("Mul", s.down(s("Div", x, s("Sqrt", s("Add", squares, np.array(EPS))))), gain())
 
 
+def _cast_eps(s: Sheet, x: ir.Value) -> ir.Value:
+    """Spell an eps that is stored in half precision and cast."""
+    x = s.up(x)
+    stored = s("Cast", s("Constant", value=ir.tensor(np.array(2.0**-10, np.float16))), to=SINGLE.value)
+    eps = s("CastLike", stored, x)
+    eps.type, eps.shape = ir.TensorType(SINGLE), ir.Shape([])
+    return s("Mul", s.down(s("Div", x, s("Sqrt", s("Add", mean(s, s("Mul", x, x)), eps)))), gain())
+
+
 def _by_sum(s: Sheet, x: ir.Value) -> ir.Value:
     x = s.up(x)
     squares = s("Mul", s("ReduceSumSquare", x, np.array([-1]), keepdims=1), np.array(1 / WIDTH))
@@ -99,6 +108,7 @@ SPELLINGS = {
     "rms_mul_for_pow": rms(lambda s, x, v: s("Div", x, s("Sqrt", v)), square="Mul"),
     "rms_power_minus_half": rms(lambda s, x, v: s("Mul", x, s("Pow", v, np.array(-0.5)))),
     "rms_large_eps": rms(lambda s, x, v: s("Div", x, s("Sqrt", v)), eps=1e-3),
+    "rms_cast_eps": _cast_eps,
     "rms_positive_axis": _positive_axis,
     "rms_weightless": _weightless,
     "rms_plus_one": _plus_one,

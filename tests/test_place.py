@@ -411,3 +411,66 @@ def test_low_precision_converts_to_finite_outputs(name: str, dtype: torch.dtype)
         assert out[0].dtype is dtype and all(torch.isfinite(t).all() for t in out)
         assert {p.dtype for p in result.program.module().parameters()} == {dtype}
         assert result.report.drift["relative_error"] < 1
+
+
+# ---- trunks whose tokens come and go, and what mixes them ----
+
+CUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "every other": lambda x: x[:, ::2],
+    "the first": lambda x: x[:, :3],
+    "all but the first": lambda x: x[:, 1:],
+    "one row": lambda x: x[:1],
+    "turned round": lambda x: x.flip(1),
+}
+
+
+class Cut(nn.Module):
+    """Take tokens away, or change their places, between the blocks of a Pre-LN net (Funnel Transformer)."""
+
+    def __init__(self, cut: str) -> None:
+        super().__init__()
+        self.cut, self.start, self.head = CUTS[cut], nn.Linear(5, nets.WIDTH), nn.Linear(nets.WIDTH, 3)
+        self.blocks = nn.Sequential(*nets.stack(inn=nets.layer))
+        self.final = nets.layer(nets.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = len(self.blocks) // 2
+        return self.head(self.final(self.blocks[half:](self.cut(self.blocks[:half](self.start(x))))))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("to", ("peri", "output", "none"))
+@pytest.mark.parametrize("cut", rows(CUTS, sample=("every other", "one row")))
+def test_tokens_that_come_and_go(cut: str, to: str) -> None:
+    torch.manual_seed(0)
+    program = lnr.capture(Cut(cut).eval(), (torch.randn(2, 6, 5),))
+    result = place(program, to, [(torch.randn(2, 6, 5),) for _ in range(3)], fit="constants")
+    assert result.report.placement_after == to and not result.report.refusals
+
+
+class Mixed(nn.Module):
+    """Mix tokens by one linear map and channels by another, in blocks with norms (MLP-Mixer) or factors (ResMLP)."""
+
+    def __init__(self, norms: bool, tokens: int, width: int) -> None:
+        super().__init__()
+        self.start, self.head = nn.Linear(5, width), nn.Linear(width, 3)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) if norms else nn.Identity() for _ in range(4))
+        self.maps = nn.ModuleList(nn.Linear(n, n) for n in (tokens, width, tokens, width))
+        self.gains = nn.ParameterList(torch.rand(width) + 0.5 for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for i, (norm, linear, gain) in enumerate(zip(self.norms, self.maps, self.gains, strict=True)):
+            u = norm(x)
+            x = x + gain * (linear(u) if i % 2 else linear(u.transpose(1, 2)).transpose(1, 2))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("norms", (True, False))
+def test_mixers_have_their_channels_where_they_are(norms: bool, to: str) -> None:
+    torch.manual_seed(0)
+    program = lnr.capture(Mixed(norms, 9, 16).eval(), (torch.randn(2, 9, 5),))
+    assert [s.width for s in program.network.streams] == [16]
+    result = place(program, to, [(torch.randn(2, 9, 5),) for _ in range(2)], fit="constants", partial=True)
+    assert result.report.placement_after == to or result.report.refusals
+    assert [s.width for s in result.program.network.streams] == [16]

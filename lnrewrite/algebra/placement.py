@@ -304,9 +304,11 @@ class Conversion:
         )
         if block.at(Where.POST) or not anywhere(other):
             return
-        if self.resized or len(state) != len(self.trunk):
+        if self.resized:
             self.refuse(onward, Code.LN114, "the trunk is scaled or transformed between blocks")
         self.trunk = state * 1.0
+        if len(state) != len(self.ratio):  # tokens come or go
+            self.ratio = np.ones(len(state))
 
 
 def _kept(group: list[Block], samples: Mapping[str, Samples]) -> tuple[Floats | float, Floats | float]:

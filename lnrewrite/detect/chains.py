@@ -6,7 +6,7 @@ streams, and a norm met on the way is a trunk norm (post-LN).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir import RECALL, Scale
@@ -42,13 +42,22 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """Hold one residual sum of a stream: its branches, the link to the sum before, the channel axis, its trunk norm."""
+    """Hold one residual sum of a stream: its branches, the link to the sum before, the channel axis, its trunk norm.
+
+    `tail` is the link from what the stream ends with to this sum, where more than a norm stands between.
+    """
 
     join: Join
     link: Link
     branches: tuple[Branch, ...]
     axis: int = -1
     post: NormMatch | None = None
+    tail: Link | None = None
+
+    @property
+    def end(self) -> str:
+        """Return the state that the sum hands on."""
+        return self.tail.recalled[0] if self.tail and self.tail.recalled else self.join.total
 
 
 def chains(view: NormedGraph, joins: Sequence[Join], recalls: Mapping[str, Recall]) -> list[list[Sum]]:
@@ -64,19 +73,26 @@ def chains(view: NormedGraph, joins: Sequence[Join], recalls: Mapping[str, Recal
             found.append(chain)
         chain.append(Sum(join, link, branches_of(view, join)))
         ends[join.total] = chain
-    return [_settled(view, chain) for chain in found]
+    return [_settled(view, chain, recalls) for chain in found]
 
 
-def _settled(view: NormedGraph, chain: Sequence[Sum]) -> list[Sum]:
+def _settled(view: NormedGraph, chain: Sequence[Sum], recalls: Mapping[str, Recall]) -> list[Sum]:
     """Return the sums of one stream with their axes and trunk norms."""
     settled = list[Sum]()
-    for one, axis, post in zip(chain, _usual(_axis(view, one) for one in chain), _post_norms(view, chain), strict=True):
+    for one, axis, post in zip(chain, _axes(view, chain), _post_norms(view, chain), strict=True):
         norm = view.norms.get(one.link.norm or "")
         whole = norm is None or view.spans(norm, one.join.total, axis)
         link = one.link if whole else replace(one.link, norm=None, through=one.link.through or PARTIAL)
+        if post and not view.spans(post, one.join.total, axis):  # of some channels each, and one of all behind it
+            post = view.after(post.output)
         post = post if post and view.spans(post, one.join.total, axis) else None
         settled.append(replace(one, link=link, axis=axis, post=post))
-    return settled
+    last = settled[-1]
+    again = next((name for name, recall in recalls.items() if recall.state == last.join.total), None)
+    if last.post:
+        again = last.post.output if last.post is not view.after(last.join.total) else None
+    tail = _link(view, again, {last.join.total}, recalls) if again else None
+    return [*settled[:-1], replace(last, tail=tail)]
 
 
 def _link(view: NormedGraph, root: str, totals: Container[str], recalls: Mapping[str, Recall]) -> Link:
@@ -153,29 +169,52 @@ def _sibling(shapes: list[tuple[bool, str]], posts: list[bool]) -> int:
     return max(range(last), key=likeness)
 
 
-def _usual(axes: Iterable[int | None]) -> list[int]:
-    """Return which axis of each sum is the channels; one that shows nothing has the axis of its neighbor."""
-    seen = list(axes)
+def _axes(view: NormedGraph, chain: Sequence[Sum]) -> list[int]:
+    """Return which axis of each sum is the channels, as norms show it, and where there are none, what writes there.
+
+    A sum that shows nothing has the axis of its neighbor.
+    """
+    seen = [_normed(view, one) for one in chain]
+    if not any(axis is not None for axis in seen):
+        seen = []
+        for one in chain:
+            carried = _carried(view, one, seen[-1] if seen else None)
+            seen.append(_written(view, one) if carried is None else carried)
     usual = next((axis for axis in seen if axis is not None), -1)
     return [usual := usual if axis is None else axis for axis in seen]
 
 
-def _axis(view: NormedGraph, one: Sum) -> int | None:
-    """Return which axis of a sum is the channels: the one that norms, or else writers, work on."""
+def _normed(view: NormedGraph, one: Sum) -> int | None:
+    """Return which axis of a sum norms work on."""
     graph, join = view.graph, one.join
     entries = [norm for branch in one.branches for norm in branch.entries]
     for norm in entries:
         if (axis := view.followed(norm.source, norm.axis, join.root)) is not None:
             return axis
-    for norm in ([view.norms[one.link.norm]] if one.link.norm else []) + entries:
+    ends = [branch.exit for branch in one.branches if branch.exit]
+    for norm in ([view.norms[one.link.norm]] if one.link.norm else []) + entries + ends:
         there, here = graph[norm.source].shape or (), graph[join.total].shape or ()
         if len(there) == len(here) and there[norm.axis] == here[norm.axis]:
             return norm.axis
-    for axis in dict.fromkeys((-1, 1 - len(graph[join.total].shape or ()))):
-        if any(_writes(view, branch, axis) for branch in one.branches):
-            return axis
     after = view.after(join.total)
     return view.followed(after.source, after.axis, join.total) if after else None
+
+
+def _carried(view: NormedGraph, one: Sum, axis: int | None) -> int | None:
+    """Return where a sum's root has the channels of the sum before, or those that write the first one."""
+    rank = len(view.graph[one.join.root].shape or ())
+    if one.link.before is None:
+        axes = dict.fromkeys((-1, 1 - rank))
+        return next((a for a in axes if writers(view.graph, one.join.root, a).linears), None)
+    if axis is None:
+        return None
+    return next((a for a in range(-1, -rank - 1, -1) if view.followed(one.join.root, a, one.link.before) == axis), None)
+
+
+def _written(view: NormedGraph, one: Sum) -> int | None:
+    """Return which axis of a sum linear maps produce."""
+    axes = dict.fromkeys((-1, 1 - len(view.graph[one.join.total].shape or ())))
+    return next((axis for axis in axes if any(_writes(view, branch, axis) for branch in one.branches)), None)
 
 
 def _writes(view: NormedGraph, branch: Branch, axis: int) -> bool:

@@ -45,9 +45,9 @@ def detect(graph: OpGraph) -> Detection:
     norms, unknown = find_norms(graph)
     view = NormedGraph(graph, stacked(graph, norms))
     every, refusals = find_joins(graph, view.norms)
-    recalls = find_recalls(graph, every)
+    recalls = find_recalls(graph, every, view.norms)
     joins = outermost(graph, [j for j in every if j.total not in recalls], refusals)
-    refusals = refusals or list(mixtures(graph, every, view.norms))
+    refusals = refusals or [r for r in mixtures(graph, every, view.norms) if r.site not in recalls]
     sites = Sites(view, [] if refusals else joins)
     streams = name_blocks(tuple(stream(sites, chain, i) for i, chain in enumerate(chains(view, sites.joins, recalls))))
     if not streams and not refusals:

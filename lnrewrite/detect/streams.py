@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..ir import Barrier, Block, Linear, Side, Stream, Where
 from .beside import added_to, counted_behind, told_apart
 from .blocks import block
-from .chains import Sum
+from .chains import Link, Sum
 from .edges import LinearEdge, counted, readers, writers
 from .graph import OpGraph
 from .match import NormMatch
@@ -23,15 +23,15 @@ def stream(sites: Sites, chain: Sequence[Sum], index: int) -> Stream:
     blocks = _blocks(sites, chain, index)
     first, last = chain[0], chain[-1]
     embedding = view.norms.get(first.link.norm or "")
-    final = None if last.post else view.after(last.join.total)
-    final = final if final and view.spans(final, last.join.total, last.axis) else None
+    final = None if last.post else view.after(last.end)
+    final = final if final and view.spans(final, last.end, last.axis) else None
     begun, axis = (embedding.source, embedding.axis) if embedding else (first.join.root, first.axis)
     sources = writers(graph, begun, axis)
-    recalled = {name for one in chain for name in one.link.recalled}
+    recalled = {name for one in chain for link in (one.link, one.tail) if link for name in link.recalled}
     opaque = next((graph[name].kind for name in sources.others if name not in recalled), "")
     if embedding and set(graph.users[begun]) - embedding.members:
         opaque = opaque or "a value that is read bare too"
-    exits = _exits(view, last.join.total, last.axis, final or last.post)
+    exits = _exits(view, last.end, last.axis, final or last.post)
     return Stream(
         name=stream_name([b.name for b in blocks], index),
         width=graph.width(first.join.total, first.axis),
@@ -44,7 +44,7 @@ def stream(sites: Sites, chain: Sequence[Sum], index: int) -> Stream:
         readers=tuple(counted(graph, linear) for linear in exits.linears),
         exits=exits.others,
         source=first.join.root,
-        last=last.join.total,
+        last=last.end,
     )
 
 
@@ -63,7 +63,10 @@ def _blocks(sites: Sites, chain: Sequence[Sum], index: int) -> list[Block]:
         described = [block(sites, one, branch, group) for branch in one.branches]
         described[0] = _with_further_terms(sites.view, described[0], one)
         if number + 1 < len(chain):
-            described[-1] = _handed_on(sites.view, described[-1], chain[number + 1])
+            onward = chain[number + 1]
+            described[-1] = _handed_on(sites.view, described[-1], onward.link, onward.join.root, onward.axis)
+        elif one.tail:
+            described[-1] = _handed_on(sites.view, described[-1], one.tail, one.end, one.axis)
         blocks += described
     return told_apart(blocks)
 
@@ -75,10 +78,10 @@ def _with_further_terms(view: NormedGraph, block: Block, one: Sum) -> Block:
     return replace(block, added=linears, barriers=(*block.barriers, *added.barriers))
 
 
-def _handed_on(view: NormedGraph, block: Block, onward: Sum) -> Block:
-    """Add what the trunk passes on its way to the next sum."""
-    link, through = onward.link, onward.link.through
-    if link.before and not through and view.followed(onward.join.root, onward.axis, link.before) is None:
+def _handed_on(view: NormedGraph, block: Block, link: Link, root: str, axis: int) -> Block:
+    """Add what the trunk passes on its way to the next sum, whose root it is, or to the stream's end."""
+    through = link.through
+    if link.before and not through and view.followed(root, axis, link.before) is None:
         through = "what moves its channels"
     barriers = [Barrier(Side.CARRIED, through)] if through else []
     return replace(block, scales=(*block.scales, *link.scales), barriers=(*block.barriers, *barriers))
@@ -101,11 +104,11 @@ def _taps(view: NormedGraph, chain: Sequence[Sum]) -> tuple[str, ...]:
         for branch in one.branches:
             known |= branch.region | {branch.add}
         known |= {o.name for o in graph.between(one.join.root, one.join.skip)}
-        known |= set(one.link.recalled)
-        if one.link.before:
-            known |= {o.name for o in graph.between(one.link.before, one.link.start)}
+        for link in (one.link, one.tail):
+            known |= set(link.recalled) if link else set()
+            known |= {o.name for o in graph.between(link.before, link.start)} if link and link.before else set()
     found = []
-    for name in sorted(trunk - {chain[-1].join.total}, key=graph.index.__getitem__):
+    for name in sorted(trunk - {chain[-1].end}, key=graph.index.__getitem__):
         for user in graph.users[name]:
             if user == "output" or (user not in known and user not in view.inside):
                 found.append("output" if user == "output" else graph[user].kind)

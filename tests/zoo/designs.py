@@ -428,8 +428,8 @@ DESIGNS: dict[str, Design] = {name: _token(*row) for name, row in TOKEN_NORMS.it
     "lambdas on the skips": Design(
         lambda: Net(*(Weighed(b, 1) for b in _branches()), final=layer), "pre*4", norms={"layer": 5}
     ),
-    "DenseFormer": Design(_mixtures(_stored), None, norms={"rms": 3}),
-    "ELC-BERT": Design(_mixtures(_shares), None, norms={"rms": 3}),
+    "DenseFormer": Design(_mixtures(_stored), "pre*2", norms={"rms": 3}),
+    "ELC-BERT": Design(_mixtures(_shares), "pre*2", norms={"rms": 3}),
     "ELC-BERT, normed at its ends": Design(lambda: Net(Shares()), "", norms={"layer": 6}),
     "DenseFormer over a stack": Design(lambda: Net(Stacked(stack(2, inn=rms), False), final=rms), "", norms={"rms": 5}),
     "MUDDFormer": Design(_mixtures(_routed), "", norms={"rms": 5}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from ...detect.graph import Op, Operand, OpGraph, unchanged
@@ -136,11 +137,22 @@ def captured(node: ir.Node) -> Iterator[ir.Value]:
 
 def literal(value: ir.Value) -> float | int | None:
     """Return the number that a value is known to be, None where it is no constant of one element."""
+    number = _number(value)
+    if number is None:
+        return None
+    return int(number) if isinstance(number, np.integer) else meant(number)
+
+
+def _number(value: ir.Value) -> np.generic | None:
+    """Return the one number that a value is stored as, rounded by casts behind it."""
+    node = value.producer()
+    if node is not None and node.op_type in {"Cast", "CastLike"} and node.inputs[0] and value.dtype in FLOATS:
+        stored = _number(node.inputs[0])
+        return None if stored is None else stored.astype(value.dtype.numpy())
     tensor = ir.convenience.get_const_tensor(value)
     if tensor is None or tensor.size != 1 or tensor.dtype not in FLOATS | INTEGERS:
         return None
-    number = tensor.numpy().reshape(-1)[0]
-    return int(number) if tensor.dtype in INTEGERS else meant(number)
+    return tensor.numpy().reshape(-1)[0]
 
 
 def name(value: ir.Value) -> str:

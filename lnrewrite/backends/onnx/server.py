@@ -20,6 +20,8 @@ import numpy as np
 Arrays = dict[str, np.ndarray]
 LEVELS = ("ORT_ENABLE_ALL", "ORT_ENABLE_EXTENDED")
 """How much a session may change of a model, the most first."""
+AS_IT_IS = ("ORT_DISABLE_ALL",)
+"""Of a session that is to say what a model computes: a fused norm takes 1e-5 for an eps that is stored in float64."""
 SPARE, PER_BYTE, PER_INPUT = 1 << 30, 16, 256
 """Bytes that a model may take: so many, and more for each byte of its weights and of its inputs."""
 

@@ -26,7 +26,7 @@ from .double import doubled, widened
 from .file import bytes_of, whole, write
 from .lift import size
 from .remote import Died, Failed, RemoteSession
-from .server import LEVELS
+from .server import AS_IT_IS, LEVELS
 
 TORCH = {
     ir.DataType.FLOAT: torch.float32, ir.DataType.DOUBLE: torch.float64, ir.DataType.FLOAT16: torch.float16,
@@ -56,6 +56,7 @@ class OnnxModule(Runnable, torch.nn.Module):
     def __init__(self, model: ir.Model, precision: str = "as written") -> None:
         super().__init__()
         self.model, self.precision = model, precision
+        self.levels = LEVELS if precision == "as written" else AS_IT_IS
         self._watched: dict[tuple[str, ...], RemoteSession] = {}
 
     def forward(self, *args: object, **inputs: object) -> dict[str, Tensor]:
@@ -66,7 +67,7 @@ class OnnxModule(Runnable, torch.nn.Module):
         """Run the model and return the values of these names too."""
         key = tuple(sorted(set(names)))
         if key not in self._watched or self._watched[key].gone:
-            self._watched[key] = load(_watching(self.model, key))
+            self._watched[key] = load(_watching(self.model, key), self.levels)
         held = [str(v.name) for v in self.model.graph.outputs]
         wanted = [*held, *(n for n in key if n not in held)]
         try:
@@ -91,7 +92,7 @@ class OnnxModule(Runnable, torch.nn.Module):
     @property
     def notes(self) -> list[str]:
         """Return what a user should know of how the model ran."""
-        if all(session.level == LEVELS[0] for session in self._watched.values()):
+        if all(session.level == self.levels[0] for session in self._watched.values()):
             return []
         return ["ONNX Runtime dies on it at its highest level of optimization (it ran at the next); a session of the "
                 "CPU needs graph_optimization_level = ORT_ENABLE_EXTENDED"]  # fmt: skip
@@ -117,7 +118,7 @@ class OnnxModule(Runnable, torch.nn.Module):
         """Return the model computing in float64; in float32, where an operator of it is not known here."""
         exact = OnnxModule(doubled(self.model), "float64")
         try:
-            exact._watched[()] = load(exact.model)
+            exact._watched[()] = load(exact.model, exact.levels)
         except LnrewriteError:
             return OnnxModule(widened(self.model, ir.DataType.FLOAT), "float32")
         return exact
@@ -177,8 +178,10 @@ def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:
     return model
 
 
-def load(model: ir.Model) -> RemoteSession:
+def load(model: ir.Model, levels: Sequence[str] = LEVELS) -> RemoteSession:
     """Load a model into ONNX Runtime, bfloat16 inputs and outputs as float32, which numpy has.
+
+    levels: how much ONNX Runtime may change of it, each tried where it dies at the one before.
 
     Raises LnrewriteError LN030 where ONNX Runtime refuses it or dies on it, LN039 where a value of it is declared too
     large to hold.
@@ -190,15 +193,15 @@ def load(model: ir.Model) -> RemoteSession:
 
         register(onnxruntime.SessionOptions(), "the model")  # raises where it does not load
     if (size := bytes_of(model)) <= SENT:
-        return _opened(ir.to_proto(whole(model)).SerializeToString(), size, library)
+        return _opened(ir.to_proto(whole(model)).SerializeToString(), size, library, levels)
     with tempfile.TemporaryDirectory(prefix="lnrewrite-") as folder:
-        return _opened(str(write(model, Path(folder) / "model.onnx", most=SENT)[0]), size, library)
+        return _opened(str(write(model, Path(folder) / "model.onnx", most=SENT)[0]), size, library, levels)
 
 
-def _opened(model: str | bytes, size: int, library: Path | None) -> RemoteSession:
-    """Open a file's path or content at the highest level of optimization that ONNX Runtime survives."""
+def _opened(model: str | bytes, size: int, library: Path | None, levels: Sequence[str]) -> RemoteSession:
+    """Open a file's path or content at the first level of optimization that ONNX Runtime survives."""
     died: Died
-    for level in LEVELS:
+    for level in levels:
         try:
             return RemoteSession(model, size, level, str(library) if library else None)
         except Failed as why:

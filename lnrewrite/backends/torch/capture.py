@@ -80,6 +80,10 @@ def capture_module(
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
     if module.training:
         captured.train()
+        if any(m.training and getattr(m, "running_mean", None) is not None for m in module.modules()):
+            notes.append(
+                "it is in train mode: what is seen and proved is eval mode, whose batch norms have stored moments"
+            )
     return Capture(captured, *kept, tuple(notes), tuple(sorted(symbols(captured))))
 
 
