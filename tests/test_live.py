@@ -269,8 +269,38 @@ def test_the_fused_path_of_torch_does_not_pass_by_a_new_norm() -> None:
     lnr.rewrite(module, to="peri", kwargs=inputs)
     with torch.inference_mode():
         assert near(module(**inputs), want)
-    lnr.unrewrite(module)
-    refused(module, inputs, "LN313", "'Identity' object has no attribute 'eps'", to="none")
+
+
+ENCODERS = (
+    (True, "none", False),
+    (True, "output", True),
+    (False, "none", True),
+    (False, "peri", True),
+    (False, "pre", False),
+)
+
+
+@pytest.mark.parametrize(("first", "to", "masked"), ENCODERS)
+def test_the_encoder_of_torch(first: bool, to: str, masked: bool) -> None:
+    """Its fused paths read `norm1.eps` in eval mode, and pack what a mask leaves into nested tensors."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=first)
+    module = randomise(nn.TransformerEncoder(layer, 2, enable_nested_tensor=not first)).eval()
+    inputs = {"src": torch.randn(2, 5, 16)}
+    if masked:
+        inputs["src_key_padding_mask"] = torch.arange(5) >= torch.tensor([[5], [3]])
+    exported = lnr.convert(module, to, kwargs=inputs, fit="constants")
+    fused = [(m.activation_relu_or_gelu, module.use_nested_tensor) for m in module.layers]
+    with torch.no_grad():
+        before = module(**inputs)
+    lnr.rewrite(module, to=to, kwargs=inputs, fit="constants")
+    for training, grad in product((False, True), repeat=2):
+        with torch.set_grad_enabled(grad):
+            assert near(module.train(training)(**inputs), exported.train(training)(**inputs))
+    lnr.unrewrite(module.eval())
+    assert [(m.activation_relu_or_gelu, module.use_nested_tensor) for m in module.layers] == fused
+    with torch.no_grad():
+        assert torch.equal(module(**inputs), before)
 
 
 def test_wrong_plans_are_caught(net: tuple[nn.Module, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:

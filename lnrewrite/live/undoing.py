@@ -13,6 +13,7 @@ from torch import nn
 
 from ..compat.transformers import config_of
 from ..errors import Code, LnrewriteError
+from ..recipe.runtime import FUSED
 from .recipes import Change
 
 if TYPE_CHECKING:
@@ -137,5 +138,7 @@ def _checksum(parameter: nn.Parameter) -> int:
 
 
 def _slots(module: nn.Module) -> Slots:
-    """Return the dicts that hold a module's children, parameters and hooks."""
-    return {k: dict(v) for k, v in vars(module).items() if isinstance(v, dict)}
+    """Return the dicts that hold a module's children, parameters and hooks, and of its attributes what `apply` sets."""
+    own = vars(module)
+    held: Slots = {k: dict(v) for k, v in own.items() if isinstance(v, dict)}
+    return held | {"__dict__": {k: own[k] for k in FUSED if k in own}}

@@ -39,6 +39,9 @@ Change = Mapping[str, Any]
 OPERATIONS = (ast.BinOp, ast.AugAssign, ast.Call)
 """What an edit of a forward may speak of."""
 
+FUSED = {"activation_relu_or_gelu": 0, "use_nested_tensor": False}
+"""What keeps torch's encoders from their kernels for inference, which read the norms' weights and call no children."""
+
 
 # ---- pieces ----
 
@@ -342,6 +345,18 @@ def apply(module: nn.Module, recipe: Sequence[Change]) -> None:
                 module.get_submodule(change["before"]).register_forward_pre_hook(hook, with_kwargs=True)
             else:
                 module.get_submodule(change["after"]).register_forward_hook(After(change["at"], by))
+        if "untie" not in change:
+            unfuse(
+                module, next(change[key] for key in ("module", "bias", "source", "before", "after") if key in change)
+            )
+
+
+def unfuse(module: nn.Module, path: str) -> None:
+    """Make the modules on the way to a changed one call their children."""
+    for part in ("", *path.split(".")):
+        module = getattr(module, part) if part else module
+        for name in FUSED.keys() & vars(module).keys():
+            setattr(module, name, FUSED[name])
 
 
 def put(module: nn.Module, path: str, piece: nn.Module) -> None:
