@@ -227,6 +227,22 @@ def test_a_module_that_is_called_several_times(net: tuple[nn.Module, Inputs]) ->
     refused(randomise(Net(shared=True)).eval(), net[1], "LN310", "layers.0.* is called 3 times", to="peri")
 
 
+def test_a_slice_of_modules_some_of_which_are_shared(net: tuple[nn.Module, Inputs]) -> None:
+    """torch calls what the slice holds by other names, and says nothing of what entered it."""
+
+    class Sliced(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.layers[0](self.embed(ids))
+            for layer in self.layers[1:]:
+                x = layer(x)
+            return self.head(self.norm(x))
+
+    module, inputs = net
+    module.__class__ = Sliced
+    module.layers[1].a = module.layers[0].a
+    refused(module, inputs, "LN310", "the slice of list", to="peri")
+
+
 def test_a_forward_without_source(net: tuple[nn.Module, Inputs]) -> None:
     module, inputs = net
     space: dict[str, Any] = {}

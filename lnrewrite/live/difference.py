@@ -79,6 +79,9 @@ class Difference:
         remedy = "use the exported route (lnr.convert, or -o OUT.pt2), or give the module a child of its own there"
         if (times := self.ports.times(where)) > 1:
             why = f"{where} is called {times} times, so one edit would act at each call"
+        if ".slice(" in where:
+            why = "modules are shared, and torch does not say which a slice of a ModuleList holds"
+            remedy = "let the forward take the slice of list(modules), or use the exported route (lnr.convert)"
         raise LnrewriteError(Code.LN310, where or "the module's forward", why, remedy)
 
     # ---- what readers want ----

@@ -12,7 +12,7 @@ from torch import fx
 from torch.export import ExportedProgram, ModuleCallSignature
 from torch.export.graph_signature import ArgumentSpec, TensorArgument
 
-from ...compat.torch import TreeSpec, input_tree, operator_name, output_tree, pytree, set_trees
+from ...compat.torch import TreeSpec, input_tree, operator_name, output_tree, pytree, schema_of, set_trees
 from ...ir.inputs import Input, content_of
 from ...recipe.runtime import holder_of
 from .functional import functional, respell
@@ -77,6 +77,12 @@ class CapturedModule(fx.GraphModule):
         """Describe the tensors that the graph takes, in their order; None for what is not a tensor."""
         nodes = self.graph.find_nodes(op="placeholder")
         return [input_of(node.name, node.meta.get("val")) for node in nodes]
+
+    @property
+    def kept(self) -> list[str]:
+        """Return the names of the buffers that the graph writes: what it counts, or remembers."""
+        writes = [n.args[0] for n in self.graph.nodes if (schema := schema_of(n.target)) and schema.is_mutable]
+        return [str(n.target) for n in writes if isinstance(n, fx.Node) and n.op == "get_attr"]
 
     def train(self, mode: bool = True) -> Self:
         """Switch dropout on or off; warn once where the captured mode cannot follow."""
@@ -149,12 +155,22 @@ class Called:
 
 
 def _take_calls(program: ExportedProgram) -> list[tuple[str, ModuleCallSignature]]:
-    """Take the signatures of submodules out of a program: decomposing it fails where it loses a name they hold."""
+    """Take the signatures of submodules out of a program: decomposing it fails where it loses a name they hold.
+
+    Those that torch left empty are not returned: where modules are shared, it calls those that a forward reaches by a
+    slice of a ModuleList by names of the slice.
+    """
     entries = [e for e in program.module_call_graph if e.fqn and e.signature and "@" not in e.fqn]
-    found = [(e.fqn, e.signature) for e in entries]
+    found = [(e.fqn, e.signature) for e in entries if _is_filled(e.signature)]
     for entry in entries:
         entry.signature = None
     return found
+
+
+def _is_filled(signature: ModuleCallSignature) -> bool:
+    """Return whether a signature names each value of its trees."""
+    held = len(signature.inputs), len(signature.outputs)
+    return held == (signature.in_spec.num_leaves, signature.out_spec.num_leaves)
 
 
 def _renamed(calls: list[tuple[str, ModuleCallSignature]], before: fx.Graph, after: fx.Graph) -> tuple[Called, ...]:
