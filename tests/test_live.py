@@ -515,3 +515,36 @@ def test_what_a_module_counts_is_left_alone() -> None:
     assert (float(module.calls), float(module.last)) == (1.0, 2.0)
     assert lnr.rewrite(module, "fold-affine", args=(x,)).edits
     assert (float(module.calls), float(module.last)) == (1.0, 2.0)
+
+
+class Remembering(nn.Sequential):
+    """Count the calls, and keep a running mean of what comes."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), Layer(), Layer(), nn.LayerNorm(8), nn.Linear(8, 3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean.lerp_(x.mean((0, 1)), 0.1)
+        return super().forward(x - self.mean)
+
+
+def test_buffers_are_as_they_were_whatever_is_done() -> None:
+    """Programs are run to look at them and to prove them; what they count is their own, and given back to them too."""
+    torch.manual_seed(0)
+    module, inputs = randomise(Remembering().double()).eval(), {"x": torch.randn(3, 5, 4).double()}
+    state = cloned(module)
+    program = lnr.capture(module, kwargs=inputs)
+    program.inspect()
+    folded = lnr.Pipeline.parse("fold-affine").run(program, [inputs, inputs]).program
+    lnr.verify(program, folded)
+    lnr.verify(module, program, inputs=[inputs])
+    lnr.diff(program, folded, data=[inputs])
+    made = lnr.convert(module, "peri", kwargs=inputs)
+    for held in (module, program.module(), folded.module(), made):
+        assert not held.calls and not held.mean.any()
+    first = made(**inputs).detach()
+    assert made.calls == 1 and made.mean.any() and not torch.equal(made(**inputs), first)
+    assert same_state(module, state)

@@ -13,7 +13,7 @@ from ..compat.torch import pytree, tensors_in
 from ..errors import Code, LnrewriteError
 from ..pipeline.protocols import Batch
 from .outputs import Outputs
-from .torch.capture import quiet
+from .torch.capture import quiet, unchanged
 from .torch.widened import Float64, in_float64
 
 
@@ -78,7 +78,7 @@ class TorchRunnable(Runnable):
         """Return what the module gives for a batch."""
         if self.wide:
             batch = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
-        with quiet(), Float64() if self.wide else nullcontext():
+        with unchanged(self.module), quiet(), Float64() if self.wide else nullcontext():
             return self.module(**batch) if isinstance(batch, Mapping) else self.module(*batch)
 
     def in_float64(self) -> Runnable:

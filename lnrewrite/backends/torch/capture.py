@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from ...compat.torch import BatchNorm, FakeTensorMode, TreeSpec, input_tree, pytree, tensors_in
 from ...errors import Code, LnrewriteError, told
 from ...quiet import untraced
+from ...recipe.runtime import holder_of
 from .checked import check, same
 from .dynamic import Axes, Shapes, Trace, dynamic, placeholders, symbols
 from .fixed import drop_settled, fixed_paths, mark, read_by
@@ -81,10 +82,8 @@ def capture_module(
     if module.training:
         captured.train()
         if any(m.training and getattr(m, "running_mean", None) is not None for m in module.modules()):
-            notes.append(
-                "it is in train mode: what is seen and proved is eval mode, whose batch norms have stored moments"
-            )
-    return Capture(captured, *kept, tuple(notes), tuple(sorted(symbols(captured))))
+            notes.append("it is in train mode: what is seen and proved is eval mode, with batch norms' stored moments")
+    return Capture(_own(captured), *kept, tuple(notes), tuple(sorted(symbols(captured))))
 
 
 def from_program(program: ExportedProgram) -> Capture:
@@ -111,7 +110,7 @@ def from_program(program: ExportedProgram) -> Capture:
         raise LnrewriteError(Code.LN020, "the program", why, remedy)
     with evaluating(captured), quiet():
         same(plain, captured, args, kwargs)
-    return Capture(captured, *kept, dynamic=tuple(sorted(symbols(captured))))
+    return Capture(_own(captured), *kept, dynamic=tuple(sorted(symbols(captured))))
 
 
 def _are_of(module: CapturedModule, inputs: tuple[Args, Kwargs]) -> bool:
@@ -157,11 +156,12 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into eval mode for a while, and every submodule back as it was."""
+    """Put a module into eval mode for a while, every submodule back as it was, and a graph's buffers."""
     was = {m: m.training for m in module.modules()}
     module.eval()
     try:
-        yield
+        with unchanged(module) if isinstance(module, CapturedModule) else nullcontext():
+            yield
     finally:
         for m, mode in was.items():
             m.training = mode
@@ -172,15 +172,30 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Give a module the buffers back that it had, where running it counts or keeps something in them."""
-    held = [(m, n, b, b.clone()) for m in module.modules() for n, b in m.named_buffers(recurse=False) if not b.is_meta]
+    graph = isinstance(module, CapturedModule)
+    names = module.kept if graph else [n for n, _ in module.named_buffers(remove_duplicate=False)]
+    places = [holder_of(module, name) for name in names]
+    held = [(m, n, b, b.clone()) for m, n in places if not (b := getattr(m, n)).is_meta]
     try:
         yield
     finally:
         with torch.no_grad():
             for owner, name, buffer, copy in held:
-                setattr(owner, name, buffer)
-                if not torch.equal(buffer, copy):
+                if graph:  # which writes in place, and may have been moved
+                    buffer = getattr(owner, name)
+                else:
+                    setattr(owner, name, buffer)
+                if not torch.equal(buffer, copy.to(buffer.device)):
                     buffer.copy_(copy)
+
+
+def _own(module: CapturedModule) -> CapturedModule:
+    """Give a graph copies of the buffers that it writes, which it had in common with what it was captured from."""
+    copies: dict[int, torch.Tensor] = {}
+    for owner, name in (holder_of(module, name) for name in module.kept):
+        held = getattr(owner, name)
+        setattr(owner, name, copies.setdefault(id(held), held.clone()))
+    return module
 
 
 def dry(module: nn.Module) -> AbstractContextManager[object]:
