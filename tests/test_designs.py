@@ -175,3 +175,11 @@ def kinds(program: Program) -> str:
 def spelled(names: Iterable[str]) -> str:
     """Return names with their numbers."""
     return " ".join(f"{name}*{times}" if times > 1 else name for name, times in sorted(Counter(names).items()))
+
+
+def test_norms_at_early_exits_see_the_stream() -> None:
+    program, inputs = captured("LayerSkip")
+    assert [s.taps for s in program.network.streams] == [("a norm",)]
+    with zoo.float64():
+        report = Pipeline.parse("rescale-stream{by=0.0625}").run(program, partial=True).report
+    assert {r.code for r in report.refusals} == {"LN120"}

@@ -104,12 +104,14 @@ def _taps(view: NormedGraph, chain: Sequence[Sum]) -> tuple[str, ...]:
         for branch in one.branches:
             known |= branch.region | {branch.add}
         known |= {o.name for o in graph.between(one.join.root, one.join.skip)}
+        for norm in (view.norms.get(one.link.norm or ""), one.post):
+            known |= norm.members if norm else set()
         for link in (one.link, one.tail):
             known |= set(link.recalled) if link else set()
             known |= {o.name for o in graph.between(link.before, link.start)} if link and link.before else set()
     found = []
     for name in sorted(trunk - {chain[-1].end}, key=graph.index.__getitem__):
         for user in graph.users[name]:
-            if user == "output" or (user not in known and user not in view.inside):
-                found.append("output" if user == "output" else graph[user].kind)
+            if user not in known:
+                found.append("output" if user == "output" else view.kind(user))
     return tuple(dict.fromkeys(found))
