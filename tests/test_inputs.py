@@ -307,3 +307,34 @@ def test_sizes_are_free_in_whatever_order_inputs_are_given(order: tuple[str, ...
     given = {"ids": ids, "flag": False, "other": ids.flip(0)}
     program = lnr.capture(Net(), kwargs={name: given[name] for name in order})
     assert program.dynamic_axes()["other"].keys() == {0, 1} and not program.notes
+
+
+class Complex(nn.Module):
+    """A Pre-LN block of a net whose inputs, weights and outputs are complex, with real norms of both parts."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.into, self.out = nn.Linear(4, 8, dtype=dtype), nn.Linear(8, 3, dtype=dtype)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = torch.view_as_real(self.into(z)).flatten(-2)
+        x = x + torch.tanh(self.up(self.norm(x)))
+        return self.out(torch.view_as_complex(x.unflatten(-1, (8, 2))))
+
+
+@pytest.mark.parametrize("dtype", (torch.complex64, torch.complex128))
+def test_complex_numbers(dtype: torch.dtype) -> None:
+    """They are made up as values, and compared in both parts."""
+    module = Complex(dtype).eval()
+    module.norm, module.up = (m.double() if dtype is torch.complex128 else m for m in (module.norm, module.up))
+    nn.init.uniform_(module.norm.weight, 0.5, 1.5)
+    program = lnr.capture(module, kwargs={"z": torch.randn(3, 5, 4, dtype=dtype)})
+    (drawn, *_) = program.synthetic(0)
+    assert drawn["z"].dtype is dtype and drawn["z"].imag.any()
+    assert program.inspect()["norms"]["kinds"] == {"layer": 1}
+    folded = lnr.Pipeline.parse("fold-affine").run(program).program
+    assert lnr.verify(program, folded)["verdict"] == "within"
+    with torch.no_grad():
+        folded.module().out.bias += 0.1j
+    assert lnr.verify(program, folded)["verdict"] == "different"

@@ -160,7 +160,8 @@ def draw_one(wanted: Input, generator: torch.Generator) -> Tensor:
     if wanted.content is Content.MASK:
         return torch.ones(shape, dtype=dtype)
     if wanted.content is Content.VALUES:
-        return torch.randn(shape, generator=generator).to(dtype)
+        drawn = torch.complex128 if dtype.is_complex else None
+        return torch.randn(shape, generator=generator, dtype=drawn).to(dtype)
     if wanted.content is Content.TYPE:
         return torch.zeros(shape, dtype=dtype)
     if wanted.content is Content.POSITION and shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -26,12 +26,18 @@ def apart(wanted: Sequence[Outputs], found: Sequence[Outputs]) -> float:
     return worst
 
 
+def real(tensors: Iterable[torch.Tensor]) -> Outputs:
+    """Return those tensors that hold numbers with a fraction, complex ones as pairs of real numbers."""
+    pairs = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+    return [t for t in pairs if t.is_floating_point()]
+
+
 def difference(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     """Return the largest |x - y| and the largest |x| among the finite numbers of two tensors of one shape.
 
     The first is infinite where they are not NaN, or infinite with the same sign, in the same places.
     """
-    x, y = x.double(), y.double()
+    x, y = (real([t])[0].double() if t.is_complex() else t.double() for t in (x, y))
     finite = x.isfinite() & y.isfinite()
     if not (finite | (x == y) | (x.isnan() & y.isnan())).all():
         return math.inf, 1.0

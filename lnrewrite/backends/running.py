@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from ..compat.torch import pytree, tensors_in
 from ..errors import Code, LnrewriteError
 from ..pipeline.protocols import Batch
-from .outputs import Outputs
+from .outputs import Outputs, real
 from .torch.capture import quiet, unchanged
-from .torch.widened import Float64, in_float64
+from .torch.widened import Float64, doubled, in_float64
 
 
 class Runnable(ABC):
@@ -77,7 +77,7 @@ class TorchRunnable(Runnable):
     def call(self, batch: Batch) -> object:
         """Return what the module gives for a batch."""
         if self.wide:
-            batch = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
+            batch = pytree.tree_map_only(Tensor, doubled, batch)
         with unchanged(self.module), quiet(), Float64() if self.wide else nullcontext():
             return self.module(**batch) if isinstance(batch, Mapping) else self.module(*batch)
 
@@ -93,7 +93,7 @@ def as_runnable(model: Runnable | nn.Module) -> Runnable:
 
 def floats(outputs: object) -> Outputs:
     """Return the floating point tensors of a tree of outputs, in order."""
-    return [t for t in tensors_in(outputs) if t.is_floating_point()]
+    return real(tensors_in(outputs))
 
 
 def incomparable(why: str) -> LnrewriteError:

@@ -342,10 +342,11 @@ def synthetic(
 
     def drawn(name: str, tensor: Tensor) -> Tensor:
         like = spec[name]
-        own = not tensor.is_floating_point() and (like.content is not Content.IDS or (keep and not like.rows))
+        number = tensor.is_floating_point() or tensor.is_complex()
+        own = not number and (like.content is not Content.IDS or (keep and not like.rows))
         if own or not tensor.numel():
             return tensor.clone()
-        rows = 0 if tensor.is_floating_point() else like.rows or int(tensor.max()) + 1
+        rows = 0 if number else like.rows or int(tensor.max()) + 1
         return draw_one(replace(like, rows=rows), generator).to(tensor.device)
 
     return [{name: drawn(name, tensor) for name, tensor in tensors.items()} for _ in range(batches)]

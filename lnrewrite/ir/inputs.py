@@ -23,7 +23,7 @@ def content_of(name: str, dtype: str) -> Content:
     """Return what the name and the type of an input say of its numbers: values or ids where the name says nothing."""
     if "mask" in name or dtype == "bool":
         return Content.MASK
-    if "float" in dtype:
+    if "float" in dtype or "complex" in dtype:
         return Content.VALUES
     if "type" in name or "segment" in name:
         return Content.TYPE
@@ -32,7 +32,7 @@ def content_of(name: str, dtype: str) -> Content:
 
 def plain_content(dtype: str, rows: int) -> Content:
     """Return what the type and the table of an input say of its numbers, whatever its name is."""
-    if "float" in dtype:
+    if "float" in dtype or "complex" in dtype:
         return Content.VALUES
     return Content.IDS if rows and dtype != "bool" else Content.MASK
 

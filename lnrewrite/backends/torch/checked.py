@@ -17,7 +17,7 @@ from ...errors import Code, LnrewriteError, words
 from ..outputs import Outputs, apart
 from .fixed import fixed_paths, mark, other_path
 from .module import Args, CapturedModule, Kwargs
-from .widened import Float64, in_float64
+from .widened import Float64, doubled, in_float64
 
 SAME = 1e-4
 """The largest relative difference of one computation in two spellings; in float64, of constants kept in float32."""
@@ -122,9 +122,7 @@ def _wide(module: nn.Module) -> nn.Module:
 def run(module: nn.Module, args: Args, kwargs: Kwargs, *, wide: bool = False, seed: int = 0) -> Outputs:
     """Return the tensors that a module gives; what it draws at random depends on the seed alone."""
     if wide:
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs)
-        )
+        args, kwargs = pytree.tree_map_only(torch.Tensor, doubled, (args, kwargs))
     with torch.random.fork_rng(devices=[]), Float64() if wide else nullcontext():
         torch.manual_seed(seed)
         outputs = module(*args, **kwargs)

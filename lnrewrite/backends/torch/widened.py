@@ -72,7 +72,7 @@ class Widened(fx.Interpreter):
         if self.read is not None and value.is_meta:
             value = self.read(name)
         if not value.is_floating_point():
-            return value
+            return doubled(value) if self.wide else value
         bit = torch.finfo(value.dtype).eps
         value = self._double(value.detach()) if self.wide else value.detach()
         return _jittered(value, bit if self.wide else 2 * bit, zlib.crc32(name.encode())) if self.jitter else value
@@ -123,7 +123,16 @@ def _jittered(value: torch.Tensor, bit: float, seed: int) -> torch.Tensor:
 
 def widest(value: object, to: torch.dtype = torch.float64) -> object:
     """Return `to` for a dtype of fewer bits, and anything else as it is."""
+    if value is torch.complex64 and to is torch.float64:
+        return torch.complex128
     return to if any(value is low for low in LOW) else value
+
+
+def doubled(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of numbers with a fraction in float64 or complex128, any other as it is."""
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value.double() if value.is_floating_point() else value
 
 
 def in_float64(module: nn.Module) -> nn.Module:
@@ -133,7 +142,11 @@ def in_float64(module: nn.Module) -> nn.Module:
 
 def widened(module: nn.Module, to: torch.dtype) -> nn.Module:
     """Return a copy of a module in float64 or float32 and eval mode, its graph's casts to fewer bits widened too."""
-    made = copy.deepcopy(module).to(to).eval()
+    made = copy.deepcopy(module).eval()
+    made = made.double() if to is torch.float64 else made.float()  # `to` would drop imaginary parts
+    if to is torch.float64:
+        for held in (t for t in (*made.parameters(), *made.buffers()) if t.is_complex()):
+            held.data = doubled(held.data)
     if isinstance(made, fx.GraphModule):
         for node in made.graph.nodes:
             node.args, node.kwargs = pytree.tree_map(lambda v: widest(v, to), (node.args, dict(node.kwargs)))
