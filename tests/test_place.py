@@ -474,3 +474,25 @@ def test_mixers_have_their_channels_where_they_are(norms: bool, to: str) -> None
     result = place(program, to, [(torch.randn(2, 9, 5),) for _ in range(2)], fit="constants", partial=True)
     assert result.report.placement_after == to or result.report.refusals
     assert [s.width for s in result.program.network.streams] == [16]
+
+
+class Within(nn.Module):
+    """Hold a residual sum in a branch, whose own norm reads the branch's: `h = n(x); h = h + g(m(h)); x + f(h)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nets.layer(nets.WIDTH), nets.layer(nets.WIDTH)
+        self.one, self.two = nets.Mlp(), nets.Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.two(h + self.one(self.inner(h)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("to", TARGETS[1:])
+def test_a_norm_that_reads_a_norm_does_not_take_its_place(to: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, nets.WIDTH), Within(), Within(), nets.layer(nets.WIDTH), nn.Linear(nets.WIDTH, 3))
+    program = lnr.capture(net.eval(), (torch.randn(2, 6, 5),))
+    report = place(program, to, [(torch.randn(2, 6, 5),)], fit="constants", partial=True).report
+    assert report.placement_after == to or {r.code for r in report.refusals} == {"LN110"}

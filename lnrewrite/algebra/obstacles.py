@@ -32,6 +32,10 @@ def obstacle(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
         return Refusal(
             Code.LN110, block.name, "the norm inside its branch would stay", "choose pre, post, peri or output"
         )
+    inner = {s.origin[0] for s in block.sites if s.where is Where.INNER and s.origin}
+    if any(s.where is Where.IN and s.origin and s.origin[-1] in inner for s in lost):
+        why = "a norm inside its branch reads its in norm, and would read the stream"
+        return Refusal(Code.LN110, block.name, why, "choose pre or peri, which keep its input norms")
     if any(s.norm.fixed for s in block.sites):
         return Refusal(Code.LN111, block.name, "its norm divides by one number", "run settle-norms first")
     if any(s.norm.kind not in WRITABLE for s in lost):

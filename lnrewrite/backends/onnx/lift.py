@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -143,7 +144,7 @@ def literal(value: ir.Value) -> float | int | None:
     return int(number) if isinstance(number, np.integer) else meant(number)
 
 
-def _number(value: ir.Value) -> np.generic | None:
+def _number(value: ir.Value) -> np.integer[Any] | np.floating[Any] | None:
     """Return the one number that a value is stored as, rounded by casts behind it."""
     node = value.producer()
     if node is not None and node.op_type in {"Cast", "CastLike"} and node.inputs[0] and value.dtype in FLOATS:

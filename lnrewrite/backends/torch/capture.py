@@ -172,8 +172,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Give a module the buffers back that it had, where running it counts or keeps something in them."""
-    graph = isinstance(module, CapturedModule)
-    names = module.kept if graph else [n for n, _ in module.named_buffers(remove_duplicate=False)]
+    graph = module if isinstance(module, CapturedModule) else None
+    names = graph.kept if graph else [n for n, _ in module.named_buffers(remove_duplicate=False)]
     places = [holder_of(module, name) for name in names]
     held = [(m, n, b, b.clone()) for m, n in places if not (b := getattr(m, n)).is_meta]
     try:
