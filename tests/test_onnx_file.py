@@ -405,6 +405,22 @@ def test_an_eps_is_seen_whatever_onnx_runtime_makes_of_it(eps: float, square: st
     assert lnr.Pipeline.parse("fold-affine").run(models[0]).report.edits == 1
 
 
+def test_sizes_of_outputs_keep_their_names(tmp_path: Path) -> None:
+    """The head's norm is made anew: rms norms of another eps behind a Reshape, whose sizes nothing infers."""
+    text = f"""<ir_version: 8, opset_import: ["" : 23]>
+    g (float[n,t,{WIDTH}] x, int64[3] sizes) => (float[n,t,k] y) {{
+        w = Reshape (x, sizes) u = LayerNormalization <axis = -1> (w, g1, b1) h = MatMul (u, a) r = Relu (h)
+        f = MatMul (r, b) s = Add (w, f) y = RMSNormalization <axis = -1> (s, g1) }}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.extend(model_of().graph.initializer)
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    inputs = [np.ones((2, 3, WIDTH), np.float32), np.array([2, 3, WIDTH])]
+    program = lnr.load(str(tmp_path / "m.onnx"), inputs=inputs)
+    result = lnr.Pipeline.parse("rescale-stream{by=0.25}").run(program, partial=True)
+    (out,) = result.program.model.graph.outputs
+    assert result.report.edits and out.name == "y" and [str(d) for d in out.shape[:2]] == ["n", "t"]
+
+
 CACHED = """<ir_version: 8, opset_import: ["" : 18]>
 g (int64[batch,sequence] ids, float[batch,past,8] past, float[batch,{total}] mask)
   => (float[batch,sequence,8] y, float[batch,all,8] present) {

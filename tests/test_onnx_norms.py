@@ -12,6 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from lnrewrite.backends.onnx.lift import lift
 from lnrewrite.backends.onnx.raising import raise_norms
 from lnrewrite.detect.norms import find_norms
+from lnrewrite.ir import Kind
 from sheets import HALF, SINGLE, WIDTH, Sheet, finished, given, named, run
 
 EPS = 1e-5
@@ -120,6 +121,9 @@ SPELLINGS = {
     "layer_bare": layer(affine="none"),
     "layer_centred_twice": layer(again=True),
     "layer_moments": _moments,
+    "layer_of_rms": lambda s, x: s(
+        "SimplifiedLayerNormalization", s("Sub", x, mean(s, x)), gain(), axis=-1, epsilon=EPS
+    ),
     "layer_operator": lambda s, x: s("LayerNormalization", x, gain(), bias(), axis=-1, epsilon=EPS),
     "layer_operator_no_bias": lambda s, x: s("LayerNormalization", x, gain(), axis=-1, epsilon=EPS),
     "rms_operator": lambda s, x: s("RMSNormalization", x, gain(), axis=-1, epsilon=EPS),
@@ -166,7 +170,18 @@ def test_every_spelling_is_one_operator_with_the_same_numbers(spelling: str, dty
             assert all(np.abs(a - b).max() <= bound * np.abs(a).max() for a, b in zip(before, after, strict=True))
 
 
-TOLD = [name for name in SPELLINGS if name not in ("rms_weightless", "layer_bare")]
+@pytest.mark.parametrize("axis, rows", [(-1, True), (2, True), (1, False)])
+def test_a_length_of_one_is_an_l2_norm(axis: int, rows: bool) -> None:
+    s, shape = Sheet(SINGLE), named(3)
+    x = given("x", shape, SINGLE)
+    y = s("LpNormalization", s("Relu", x), axis=axis, p=2)
+    y.type, y.shape = ir.TensorType(SINGLE), shape
+    norms, _ = find_norms(lift(finished(s, [x], [y], 23)))
+    assert [(norm.norm.kind, norm.axis == -1) for norm in norms.values()] == [(Kind.L2, rows)]
+
+
+TOLD = [name for name in SPELLINGS if name not in ("rms_weightless", "layer_bare", "layer_of_rms")]
+"""Behind a mean that was taken off, nothing tells the width."""
 
 
 @pytest.mark.parametrize("spelling", TOLD)

@@ -22,7 +22,7 @@ from .static_norms import SQUASHES, centered, squashed, standardized, stored
 
 FUSED = {
     "layer_norm": Kind.LAYER, "rms_norm": Kind.RMS, "batch_norm": Kind.BATCH, "group_norm": Kind.GROUP,
-    "instance_norm": Kind.INSTANCE,
+    "instance_norm": Kind.INSTANCE, "l2_norm": Kind.L2,
 }  # fmt: skip
 UNKNOWN = "report it if it is a norm that should be recognized"
 
@@ -75,6 +75,9 @@ def _fused(graph: OpGraph, op: Op) -> NormMatch | None:
     kind = FUSED.get(op.kind)
     if kind is None or not isinstance(op.inputs[0], str) or (kind is Kind.BATCH and op.name in graph.constant):
         return None
+    if kind is Kind.L2:
+        norm = Norm(kind, op.number("eps"), axis=int(op.number("axis")))
+        return NormMatch(norm, op.inputs[0], op.name, frozenset({op.name}))
     source, gamma, beta = op.inputs[0], op.inputs[1], op.inputs[2]
     axis = -1 if kind in {Kind.LAYER, Kind.RMS} else 1 - len(graph[source].shape or ())
     if op.attrs.get("axes", 1) != 1:
@@ -87,7 +90,20 @@ def _fused(graph: OpGraph, op: Op) -> NormMatch | None:
     norm = replace(norm, beta=parameter_behind(graph, beta))
     if isinstance(beta, str) and norm.beta is None:  # computed like a gain that no parameter is
         norm = replace(norm, beta=beta, computed=True)
-    return NormMatch(norm, source, op.name, frozenset({op.name}))
+    return _of_centered(graph, NormMatch(norm, source, op.name, frozenset({op.name})))
+
+
+def _of_centered(graph: OpGraph, norm: NormMatch) -> NormMatch:
+    """Return an RMSNorm of x less its mean as the LayerNorm of x that it is: ONNX Runtime writes such ones."""
+    op, last = graph[norm.source], len(graph[norm.source].shape or ()) - 1
+    mean = graph[op.data[1]] if op.kind == "sub" and len(op.data) == 2 else op
+    rows = mean.kind == "mean" and bool(mean.attrs.get("keepdim")) and mean.axes in ((-1,), (last,))
+    if norm.norm.kind is not Kind.RMS or not rows or mean.data[:1] != op.data[:1]:
+        return norm
+    if set(graph.users[op.name]) != {norm.output} or set(graph.users[mean.name]) != {op.name}:
+        return norm
+    members = norm.members | {op.name, mean.name}
+    return replace(norm, norm=replace(norm.norm, kind=Kind.LAYER), source=op.data[0], members=members)
 
 
 def _with_gain(graph: OpGraph, norm: Norm, name: Operand) -> Norm:

@@ -51,7 +51,7 @@ class OnnxEditor:
         return uses + [Use(value, ("output",), slot) for slot in outputs]
 
     def redirect(self, use: Use[ir.Value], new: ir.Value) -> None:
-        """Make one reader read `new`, cast where that has another dtype; a graph output keeps its name."""
+        """Make one reader read `new`, cast where that has another dtype; a graph output keeps its name and sizes."""
         (node, index), old = use.slot, use.operand
         if old.dtype is not None and new.dtype != old.dtype:
             new = cast(self.node, new, old.dtype)
@@ -65,7 +65,7 @@ class OnnxEditor:
         name = old.name
         old.name = self.unique(f"{name}.before")
         self.graph.outputs[index] = new
-        new.name = name
+        new.name, new.shape = name, new.shape if old.shape is None else ir.Shape(list(old.shape))
 
     def norm(self, name: str, x: ir.Value, norm: Norm, at: ir.Value) -> ir.Value:
         """Return a new norm of `x` over its channels in its semantic form, which takes the last axis."""

@@ -31,6 +31,8 @@ CONTRIB_SAME = {
     "QuickGelu": "gelu", "PackedMultiHeadAttention": "scaled_dot_product_attention",
     "SparseAttention": "scaled_dot_product_attention", "PagedAttention": "scaled_dot_product_attention",
 }  # fmt: skip
+NO_LENGTH = 1e-30
+"""The length from which on LpNormalization divides: rows of zeros stay zeros there."""
 QUANTISED = {"MatMulNBits": 1, "MatMulBnb4": 1, "MatMulIntegerToFloat": 1, "DynamicQuantizeMatMul": 1}
 """Products whose weights are stored in few bits, by the place of the weight."""
 
@@ -102,6 +104,14 @@ def _layer_norm(kind: str) -> Callable[[NodeReader], Neutral]:
         return kind, (norm.x, gain, norm.bias), {"axes": norm.axes, "eps": node.eps()}
 
     return rule
+
+
+def _length(node: NodeReader) -> Neutral:
+    axis = int(node.attr("axis", -1))
+    axis = axis - node.rank() if axis >= 0 else axis
+    if int(node.attr("p", 2)) != 2 or axis >= 0:
+        return "lp_norm!", node.inputs, {}
+    return "l2_norm", node.inputs, {"axis": axis, "eps": NO_LENGTH}
 
 
 def _statistics(kind: str) -> Callable[[NodeReader], Neutral]:
@@ -207,6 +217,7 @@ def _conv(kind: str) -> Callable[[NodeReader], Neutral]:
 RULES: dict[str, Callable[[NodeReader], Neutral]] = {
     "ReduceMean": _reduce("mean"), "ReduceSum": _reduce("sum"), "ReduceL2": _reduce("vector_norm", ord=2),
     "ReduceSumSquare": _reduce("sum_square"), "LayerNormalization": _layer_norm("layer_norm"),
+    "LpNormalization": _length,
     "RMSNormalization": _layer_norm("rms_norm"), "SimplifiedLayerNormalization": _layer_norm("rms_norm"),
     "BatchNormalization": _statistics("batch_norm"), "InstanceNormalization": _statistics("instance_norm"),
     "GroupNormalization": _statistics("group_norm"), "Clip": _clip, "Max": _max, "Sum": _sum,
