@@ -165,9 +165,11 @@ def _join(graph: OpGraph, total: str, states: set[str], refusals: list[Refusal],
             branches = [(t, add) for t, add in others if t != root and is_sublayer(graph, root, t)]
             if not branches or not carries_features(graph, root) or _biases_scores(graph, root, branches):
                 continue
-            extra = [t for t, _ in others if t not in {b for b, _ in branches} and graph.reaches(t, branches[0][0])]
-            if extra and root not in states and graph[root].kind in WEIGHTED | {"add"}:
-                continue  # a sublayer with a bypass, inside the branch of what is extra
+            apart = [t for t, _ in others if t not in {b for b, _ in branches}]
+            early = any(graph.reaches(state, branches[0][0]) for t in apart for state in carried_on(graph, t))
+            if early and root not in states and graph[root].kind in WEIGHTED | {"add"}:
+                continue  # a sublayer with a bypass, inside the branch of an earlier state
+            extra = [t for t in apart if graph.reaches(t, branches[0][0])]
             if extra:
                 why = f"the sum {total} carries two earlier states of the stream, {root} and {extra[0]} (as B2T does)"
                 refusals.append(Refusal(Code.LN202, total, why))

@@ -352,6 +352,18 @@ class Shaped(nn.Module):
         return x
 
 
+class Adapted(nn.Module):
+    """End the branch in a small residual net of its own (Houlsby's adapters), beside a skip times a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.branch, self.down, self.up = layer(WIDTH), Mlp(), nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.branch(self.norm(x))
+        return 1.7 * x + (y + self.up(torch.relu(self.down(y))))  # type: ignore[no-any-return]
+
+
 class Gained(nn.Module):
     """Multiply the branch by a learned number that starts at 0 (ReZero)."""
 
@@ -426,6 +438,7 @@ PUBLISHED: dict[str, Design] = {
     "links to the embedding": Design(
         lambda: Net(Linked([Attention(), Mlp()] * 2), final=rms), "pre*4", norms={"rms": 5}
     ),
+    "serial adapters": Design(lambda: Net(*(Adapted() for _ in range(3)), final=layer), "pre*3", norms={"layer": 4}),
     "skips of a U": Design(lambda: Net(Shaped([Attention(), Mlp()] * 3), final=layer), "pre*6", norms={"layer": 7}),
     "1 + w": Design(_pre(gemma), "pre*4", norms={"rms": 5}),
     "weightless norms": Design(_pre(weightless), "pre*4", norms={"layer": 5}),
