@@ -115,7 +115,8 @@ def carry_out(module: nn.Module, recipe: Recipe, source: nn.Module) -> None:
             elif values is None:
                 continue
             elif name not in recipe.values:
-                if not torch.equal(parameter, values):
+                grown = parameter.shape != values.shape  # by the module itself, since it was captured
+                if not grown and not torch.equal(parameter, values):
                     parameter.copy_(values)
             else:
                 path, _, leaf = name.rpartition(".")
