@@ -220,3 +220,27 @@ def test_convolutions_of_every_sort_take_a_bias(dims: int, padding: int | str) -
     result = lnr.Pipeline.parse("fold-batchnorm").run(lnr.capture(module, (x,)))
     assert result.report.edits == 1
     assert (module(x) - result.program.module()(x)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("groups", [1, 2, WIDTH])
+def test_batch_norms_at_the_end_of_a_branch_fold_into_groups(groups: int) -> None:
+    """The channels are where the norms have them: a depthwise convolution shows none."""
+
+    class Depthwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=groups, bias=False)
+            self.norm = nn.BatchNorm2d(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.norm(self.conv(x))  # type: ignore[no-any-return]
+
+    net = nn.Sequential(nn.Conv2d(3, WIDTH, 2, 2), Depthwise(), Depthwise(), nn.AdaptiveAvgPool2d(1)).double()
+    x = torch.randn(2, 3, 8, 8).double()
+    program = lnr.capture(randomise(net, 0).eval(), (x,))
+    assert [(s.width, [str(b.placement) for b in s.blocks]) for s in program.network.streams] == [
+        (WIDTH, ["output"] * 2)
+    ]
+    result = lnr.Pipeline.parse("fold-batchnorm").run(program)
+    assert result.report.edits == 2 and not result.report.refusals
+    assert (result.program.module()(x) - net(x)).abs().max() <= 1e-12 * net(x).abs().max()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..ir import Anchor, Barrier, Block, Linear, Scale, ScalePair, Side, Site, Where
+from ..ir import Anchor, Barrier, Block, Kind, Linear, Scale, ScalePair, Side, Site, Where
 from . import scales as scales_
 from .beside import Skip, skip_of
 from .branches import Branch
@@ -36,6 +36,9 @@ def block(sites: Sites, one: Sum, branch: Branch, group: int | None) -> Block:
         edges = [edge]
     ends = writers(graph, inside.value, inside.axis, branch.region)
     skip = skip_of(graph, one.join, one.axis)
+    if leave and leave.norm.kind is Kind.BATCH and ends.others:  # a convolution in groups takes a factor per channel
+        alone = sites.producers(leave, 0)
+        held = tuple(replace(site, writers=alone) if site.where is Where.OUT else site for site in held)
     return Block(
         name=common(sorted(branch.parameters)),
         kind=branch.kind,

@@ -126,7 +126,7 @@ class Stream:
         if site.where is Where.EMBEDDING:
             return () if self.opaque else self.sources
         if site.where is Where.OUT and block:
-            return () if block.barrier(Side.WRITTEN) else block.writers
+            return site.writers if block.barrier(Side.WRITTEN) else block.writers
         return site.writers
 
 

@@ -225,10 +225,11 @@ class Site:
 
     `readers` and `taps` together are every consumer: an edit of the norm's affine is whole when it reaches all of
     them. `writers` are the linears that make up all of its input and serve nothing else; none where it has others (an
-    out norm's are the block's, an embedding norm's the stream's sources), `width` the size of what it normalizes (0:
-    the stream's). `modulated` says that data multiply the norm: `adaptive` (a gain computed from a condition),
-    `time-dependent` (stored gains mixed by a scalar of the condition), `gated` (an activation of another value).
-    `origin` names the graph nodes that compute the norm: input first, output last.
+    out norm's are the block's, unless they take no more than a batch norm's factors; an embedding norm's the stream's
+    sources), `width` the size of what it normalizes (0: the stream's). `modulated` says that data multiply the norm:
+    `adaptive` (a gain computed from a condition), `time-dependent` (stored gains mixed by a scalar of the condition),
+    `gated` (an activation of another value). `origin` names the graph nodes that compute the norm: input first, output
+    last.
     """
 
     where: Where
