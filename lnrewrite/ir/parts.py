@@ -210,7 +210,7 @@ class Barrier:
         return SAID[self.at].format(op=self.op)
 
 
-RECALL = "an earlier state that is added again"
+RECALL = "a sum with an earlier state"
 """What a trunk is carried through where it takes an earlier state up again: one map of all states passes it."""
 
 SAID = {
