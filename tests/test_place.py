@@ -496,27 +496,3 @@ def test_a_norm_that_reads_a_norm_does_not_take_its_place(to: str) -> None:
     program = lnr.capture(net.eval(), (torch.randn(2, 6, 5),))
     report = place(program, to, [(torch.randn(2, 6, 5),)], fit="constants", partial=True).report
     assert report.placement_after == to or {r.code for r in report.refusals} == {"LN110"}
-
-
-class Biased(nn.Module):
-    """Add a branch's bias after its product, spread over the tokens, to the last block alone (GPT-NeoX Japanese)."""
-
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nets.layer(nets.WIDTH), nn.Linear(nets.WIDTH, 8), nn.Linear(8, nets.WIDTH, bias=False),
-        )  # fmt: skip
-        self.bias = nn.Parameter(torch.randn(nets.WIDTH)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.down(torch.tanh(self.up(self.norm(x))))
-        return x + (y if self.bias is None else y + self.bias.expand_as(x))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("to", TARGETS[1:])
-def test_a_bias_that_is_added_by_itself_is_a_branchs(to: str) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, nets.WIDTH), Biased(False), Biased(True), nets.layer(nets.WIDTH))
-    program = lnr.capture(net.eval(), (torch.randn(2, 6, 5),))
-    result = place(program, to, [(torch.randn(2, 6, 5),)], fit="constants")
-    assert result.report.placement_after == to and not result.report.refusals

@@ -75,21 +75,9 @@ def flattens(graph: OpGraph, name: str, whole: Container[str]) -> bool:
         return False
     user = graph[users[0]]
     same = user.kind == "add" and len(user.data) == 2 and same_shape(graph, name, user.name)
-    if not same or user.data.count(name) != 1 or user.name in whole or _biased(graph, name):  # a sum twice is no part
+    if not same or user.data.count(name) != 1 or user.name in whole:  # a sum twice is no part
         return False
     return not _recalled(graph, name, next(n for n in user.data if n != name))
-
-
-def _biased(graph: OpGraph, total: str) -> bool:
-    """Return whether a sum is a linear map's product and the bias that is added to it."""
-    for value, other in (graph[total].data, graph[total].data[::-1]):
-        while graph[other].kind == "expand" and graph[other].data:
-            other = graph[other].data[0]
-        if other in graph.constant and graph.is_channel_vector(other, graph.width(total)):
-            while graph[value].kind in CASTS | SHAPE | {"dropout"} and graph[value].data:
-                value = graph[value].data[0]
-            return graph[value].kind in {"linear", "matmul", "mm"}
-    return False
 
 
 def _recalled(graph: OpGraph, total: str, other: str) -> bool:
