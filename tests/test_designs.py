@@ -79,7 +79,7 @@ def test_every_norm_is_reported_or_noted_where_it_is(name: str) -> None:
 
 
 CALLED = {
-       "static hyper-connections": "static hyper-connections", "attention residuals": "attention residuals",
+    "static hyper-connections": "static hyper-connections", "attention residuals": "attention residuals",
     "second skip (B2T)": "B2T", "residual and normed stream (ResiDual)": "ResiDual", "EvoNorm-B0": "EvoNorm-B0",
     "EvoNorm-S0": "EvoNorm-S0", "Region Norm": "Region Norm", "Global Response Norm": "Global Response Norm",
     "ELC-BERT, normed at its ends": "ELC-BERT", "DenseFormer over a stack": "DenseFormer", "MUDDFormer": "MUDDFormer",

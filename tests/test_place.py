@@ -435,7 +435,7 @@ class Cut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         half = len(self.blocks) // 2
-        return self.head(self.final(self.blocks[half:](self.cut(self.blocks[:half](self.start(x))))))  # type: ignore[operator]
+        return self.head(self.final(self.blocks[half:](self.cut(self.blocks[:half](self.start(x))))))
 
 
 @pytest.mark.parametrize("to", ("peri", "output", "none"))
@@ -486,7 +486,7 @@ class Within(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        return x + self.two(h + self.one(self.inner(h)))  # type: ignore[no-any-return]
+        return x + self.two(h + self.one(self.inner(h)))
 
 
 @pytest.mark.parametrize("to", TARGETS[1:])

@@ -348,7 +348,7 @@ class Shaped(nn.Module):
         for i, (branch, norm) in enumerate(zip(self.branches, self.norms, strict=True)):
             x = x + self.link[i] * kept.pop() if i > half else x
             x = x + branch(norm(x))
-            kept.append(x)
+            kept += [x] if i < half else []
         return x
 
 
@@ -361,7 +361,7 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.branch(self.norm(x))
-        return 1.7 * x + (y + self.up(torch.relu(self.down(y))))  # type: ignore[no-any-return]
+        return 1.7 * x + (y + self.up(torch.relu(self.down(y))))
 
 
 class Gained(nn.Module):

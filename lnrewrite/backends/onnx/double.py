@@ -46,17 +46,10 @@ def widened(model: ir.Model, to: ir.DataType) -> ir.Model:
                 value.const_value = _wide(value.const_value, to)
         for value in [*graph.inputs, *graph.initializers.values(), *(v for n in graph for v in n.outputs)]:
             if value.dtype in FLOATS:
-                value.type = _of(value.type, to)
+                value.type = ir.TensorType(to)
         for node in graph:
             _widen_attributes(node, to)
     return model
-
-
-def _of(held: ir.TypeProtocol | None, to: ir.DataType) -> ir.TypeProtocol:
-    """Return a type whose numbers are of the type `to`: a tensor's, a sequence's, an optional's."""
-    if isinstance(held, ir.SequenceType | ir.OptionalType):
-        return type(held)(_of(held.elem_type, to))
-    return ir.TensorType(to)
 
 
 def _widen_attributes(node: ir.Node, to: ir.DataType) -> None:

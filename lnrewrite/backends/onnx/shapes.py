@@ -27,23 +27,11 @@ def infer_shapes(model: ir.Model) -> None:
     """Fill in the shapes and types that a model's values lack, where onnx's own inference, or a gain, tells them."""
     if all(v.shape is not None and v.dtype is not None for node in model.graph for v in node.outputs):
         return
-    with _meanings(model), _products(model.graph), _as_declared(model.graph):
+    with _meanings(model), _products(model.graph):
         again = True
         while again:
             ShapeInferencePass(check_type=False, strict_mode=False)(model)
             again = any(tell(model.graph) for tell in TOLD)
-
-
-@contextmanager
-def _as_declared(graph: ir.Graph) -> Iterator[None]:
-    """Keep the names of sizes that a model's outputs are declared with, and leave open what nothing tells."""
-    declared = [(value, list(value.shape)) for value in graph.outputs if value.shape is not None]
-    yield
-    for value, was in declared:
-        if value.shape is None or len(was) != len(value.shape):
-            continue
-        known = [new if isinstance(new, int) else old for old, new in zip(was, value.shape, strict=True)]
-        value.shape = ir.Shape(known)
 
 
 def infer_types(model: ir.Model) -> None:
