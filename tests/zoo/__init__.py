@@ -61,15 +61,16 @@ def captured(name: str, depth: int = 2, double: bool = False) -> tuple[Program, 
 
 
 def capture(module: nn.Module, inputs: dict[str, Any]) -> Program:
-    """Capture a model; one that is lost without an attention mask gets one, in `inputs` too."""
-    try:
-        return lnr.capture(module, kwargs=inputs)
-    except lnr.LnrewriteError:
-        ids = inputs.get("input_ids")
-        if ids is None or "attention_mask" in inputs:
-            raise
-        inputs["attention_mask"] = torch.ones_like(ids)
-        return lnr.capture(module, kwargs=inputs)
+    """Capture a model; one that is lost without a mask, or the kinds of its tokens, gets them, in `inputs` too."""
+    for name, made in (("attention_mask", torch.ones_like), ("token_type_ids", torch.zeros_like)):
+        try:
+            return lnr.capture(module, kwargs=inputs)
+        except lnr.LnrewriteError:
+            ids = inputs.get("input_ids")
+            if ids is None or name in inputs or name not in inspect.signature(module.forward).parameters:
+                raise
+            inputs[name] = made(ids)
+    return lnr.capture(module, kwargs=inputs)
 
 
 def program(name: str, depth: int = 2) -> Program:

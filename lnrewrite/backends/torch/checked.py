@@ -6,6 +6,7 @@ in float64. A module that does not give the same outputs twice (noise, a counter
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -25,6 +26,8 @@ ROUGH = 0.1
 """The same where only low precision can be run."""
 BYTES = 1 << 31
 """The largest copy in float64 that is made."""
+MORE = ("attention_mask", "token_type_ids", "position_ids")
+"""Inputs that models make up where they are not given, some otherwise while they are exported."""
 KEPT = ("mask", "type", "segment", "position")
 FACTORS = (-1.0, 3.0, 0.3, -3.0)
 
@@ -60,6 +63,9 @@ def same(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs
     """
     if not has_no_numbers(captured) and (why := _wrong(module, captured, args, kwargs)):
         remedy = "let the model compute the same while it is exported, and choose by torch.where or torch.cond"
+        takes = inspect.signature(module.forward).parameters
+        if more := [name for name in MORE if name in takes and kwargs.get(name) is None]:  # what it makes up without
+            remedy += f", or give it what it makes up: {', '.join(more)}"
         raise LnrewriteError(Code.LN023, type(module).__name__, f"on its own example inputs {why}", remedy)
 
 
