@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import lnrewrite as lnr
 import zoo
@@ -149,6 +150,28 @@ def test_a_sum_that_is_spelled_wrongly_is_no_program(net: str, monkeypatch: pyte
     program = torch.export.export(module, args)
     with pytest.raises(lnr.LnrewriteError, match="on its own example inputs its outputs are"):
         from_program(program)
+
+
+class _MasksItself(nn.Module):
+    """Attend everywhere where no mask is given, and to what went before while it is exported, as PaliGemma does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if attention_mask is None:
+            every = torch.ones(x.shape[-2], x.shape[-2])
+            attention_mask = every.tril() if torch.compiler.is_exporting() else every
+        return x + attention_mask @ self.mix(self.norm(x))
+
+
+def test_a_capture_that_is_not_the_module_names_what_the_module_makes_up() -> None:
+    x = torch.randn(2, 4, 8)
+    with pytest.raises(lnr.LnrewriteError, match="or give it what it makes up: attention_mask$") as error:
+        lnr.capture(_MasksItself(), (x,))
+    assert error.value.code == "LN023"
+    assert lnr.capture(_MasksItself(), (x, torch.ones(4, 4))).network.blocks
 
 
 # ---- what is left out is told ----
