@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,3 +151,34 @@ def test_what_is_added_to_picked_tokens_is_a_sum() -> None:
     result = lnr.Pipeline.parse("fold-affine").run(program)
     assert result.report.edits == 2
     torch.testing.assert_close(result.program.module()(ids), net(ids), rtol=1e-12, atol=1e-12)
+
+
+COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "positions behind padding": lambda ids: (ids.ne(0).cumsum(-1) - 1) * ids.ne(0),
+    "distance": lambda ids: -(ids - ids.flip(-1)),
+    "counted down": lambda ids: 7 - ids,
+    "picked": lambda ids: torch.where(ids > 2, ids - 2, ids),
+    "twice off": lambda ids: ids * 3 - ids - 1,
+}
+
+
+class Counting(nn.Module):
+    """Count beside a stream from which numbers are taken off."""
+
+    def __init__(self, count: str) -> None:
+        super().__init__()
+        self.wte, self.norm, self.up, self.count = nn.Embedding(VOCAB, 8), nn.LayerNorm(8), nn.Linear(8, 8), count
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.wte(ids) - 0.5
+        return x + self.up(self.norm(x)) - 0.25, COUNTS[self.count](ids)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_counts_stay_counts_and_numbers_are_taken_off(count: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, ids = Counting(count), torch.randint(VOCAB, (2, 5))
+    program = lnr.capture(net, (ids,))
+    for found, wanted in zip(program.module()(ids), net(ids), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert program.export(tmp_path / "counting.onnx", target="cpu").norms

@@ -104,6 +104,10 @@ class _Sum:
         """Return whether a sum carries x on, alone or beside what weights compute from it; masks have to be stored."""
         graph, rest = self.graph, {name for term in terms if term != (x,) for name in term}
         state, total = graph[x], graph[self.total]
+        if "float" not in (
+            state.dtype or ""
+        ):  # a count: with numbers that are not whole it would be one of another type
+            return False
         if x in graph.constant or x in rest or state.dtype != total.dtype or not same_shape(graph, x, self.total):
             return False
         if any(
@@ -241,6 +245,8 @@ def _scaled(value: Expression, factor: Expression) -> Expression:
     """Return a value times a factor, one operator for each factor of it."""
     if factor == 1.0:
         return value
+    if isinstance(value, float) and isinstance(factor, float):
+        return value * factor
     if isinstance(factor, tuple) and factor[0] == "mul":
         return _scaled(_scaled(value, factor[1]), factor[2])
     if isinstance(factor, tuple) and factor[:2] == ("div", 1.0):

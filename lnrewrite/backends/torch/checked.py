@@ -7,6 +7,7 @@ in float64. A module that does not give the same outputs twice (noise, a counter
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -103,8 +104,10 @@ def away(
 ) -> float | None:
     """Return how far apart what a module and its program give is, relative; 0 where that is rounding.
 
-    None where the module differs from itself.
+    None where the module differs from itself, infinite where their outputs are of other types.
     """
+    if not all(map(alike, want, got)):
+        return math.inf
     error = apart([want], [got])
     if error <= SAME:
         return 0.0
@@ -116,6 +119,11 @@ def away(
         return error if error > ROUGH else 0.0
     error = apart(*wide)
     return error if error > SAME else 0.0
+
+
+def alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two tensors are of one type and one shape."""
+    return one.dtype == two.dtype and one.shape == two.shape
 
 
 def _wide(module: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from torch.export import Dim
 
 from ...compat.torch import pytree
 from ..inputs import resized
-from .checked import others, run
+from .checked import alike, others, run
 from .fixed import other_path
 from .module import Args, CapturedModule, Kwargs
 
@@ -91,7 +91,7 @@ def holds(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwarg
                     continue
                 return False
             pairs = zip(want, got, strict=True)
-            return all(a.shape == b.shape and torch.allclose(a, b, 1e-3, 1e-4, equal_nan=True) for a, b in pairs)
+            return all(alike(a, b) and torch.allclose(a, b, 1e-3, 1e-4, equal_nan=True) for a, b in pairs)
     return False
 
 
