@@ -12,16 +12,18 @@ import linecache
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from ...compat.torch import assert_true
 from ...errors import Code, LnrewriteError, words
 
+G = TypeVar("G", bound=fx.GraphModule)
 FIXED = "fixed path: "
 TORCHS = "Runtime assertion failed"  # of a graph that torch.export specialised
 ASSERT = torch.ops.aten._assert_async.msg
@@ -101,7 +103,7 @@ def _line() -> str:
     return f"{'' if checks else FIXED}`{line:.80}` ({Path(name).name}:{number})"
 
 
-def read_by(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Reads:
+def read_by(module: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Reads:
     """Run a module and return what it reads; nothing where it does not run."""
     reads = Reads()
     try:
@@ -110,6 +112,24 @@ def read_by(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, obje
     except Exception:  # on the meta device, or what is read has to be a number
         reads.values.clear()
     return reads
+
+
+def on_any_path(trace: Callable[[], G], forward: Callable[..., object], inputs: Mapping[str, object]) -> G:
+    """Trace a forward as it is or, where that fails, on the path that its data take.
+
+    Raises what tracing it as it is raises.
+    """
+    try:
+        return trace()
+    except Exception:
+        if not (reads := read_by(forward, (), inputs)).values:
+            raise
+        with suppress(Exception):
+            with reads.replay():
+                captured = trace()
+            drop_settled(captured)
+            return captured
+        raise
 
 
 def mark(module: fx.GraphModule, text: str) -> None:

@@ -17,7 +17,8 @@ from torch.export import Dim
 from ...compat.exporters import traced
 from ...errors import Code, LnrewriteError, told
 from .capture import Capture, evaluating, quiet
-from .module import unlift
+from .fixed import on_any_path
+from .module import CapturedModule, unlift
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,9 +100,13 @@ class Part(ABC):
         free: dict[str, Any] = {name: _free(axes) for name, axes in self.takes.items() if not is_past(name)}
         if "past" in example:
             free["past"] = [_free(axes) for name, axes in self.takes.items() if is_past(name)]
+
+        def trace() -> CapturedModule:
+            return unlift(traced(self.model, self.forward, example, free), ())
+
         try:
             with evaluating(self.model), quiet():
-                module = unlift(traced(self.model, self.forward, example, free), ())
+                module = on_any_path(trace, self.forward, example)
         except Exception as error:  # a model's code may raise anything when it is traced
             raise no_cache(type(self.model).__name__, f"it cannot be traced with its cache: {told(error)}") from error
         return Capture(module, (), {name: example[name] for name in module.signature.keywords})
