@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 import transformers
@@ -340,6 +342,34 @@ def test_heads_of_any_size(tmp_path: Path, name: str, target: str, dtype: str) -
     made, grouped = counts(path), how[0] == 24 and (target, dtype) != ("cuda", "fp32")
     assert made[KERNELS[not grouped]] == 2 and not made[KERNELS[grouped]] and not made["Softmax"]
     assert made["RotaryEmbedding"] == (4 if build is odd else 0)
+
+
+def test_frequencies_that_the_length_chooses(tmp_path: Path) -> None:
+    """A forward that reads its positions is exported on the path below the length that it was trained at, and says so.
+
+    The rotation has a row for each position up to there, so that what is longer fails, and is not wrong.
+    """
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = transformers.LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rope)
+    model = randomise(transformers.LlamaForCausalLM(config).eval(), 0)
+    report = lnr.export_model(model, tmp_path / "out", target="cpu")
+    assert any("if seq_len > max_seq_len_cached" in path for path in report.fixed_paths)
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
+    for length, fails in ((32, False), (33, True)):
+        ids = torch.randint(64, (1, length))
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(length)[None]}
+        feed = {name: value.numpy() for name, value in given.items()}
+        feed |= {v.name: np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32) for v in session.get_inputs()[3:]}
+        with pytest.raises(Exception, match="RotaryEmbedding") if fails else nullcontext():
+            found = session.run(["logits"], feed)[0]
+            torch.testing.assert_close(torch.from_numpy(found), model(ids).logits.detach(), rtol=1e-4, atol=1e-4)
 
 
 class Counting(transformers.LlamaForCausalLM):
