@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -284,3 +284,25 @@ def test_a_branch_without_a_derivative_is_converted_all_the_same() -> None:
     x = {"x": torch.randn(4, 6, 8)}
     report = placed(lnr.capture(model.eval(), kwargs=x), "peri", data(x, 5)).report
     assert report.edits == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_nothing_sees_stays(seed: int) -> None:
+    """A bias of keys changes no attention: where its slope is round-off, no step is made of that."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, 8, 16, generator=draw)
+    wanted = torch.randn(4, 8, 16, generator=draw)
+    start = {n: 0.3 * torch.randn(16, 16, generator=draw) for n in ("q", "k", "v")}
+    start |= {n: 0.1 * torch.randn(16, generator=draw) for n in ("q.bias", "k.bias", "v.bias")}
+
+    def residual(batch: int, here: Mapping[str, Tensor]) -> Tensor:
+        q, k, v = (x[batch] @ here[n] + here[f"{n}.bias"] for n in ("q", "k", "v"))
+        return ((q @ k.T / 4).softmax(-1) @ v - wanted[batch]) / 10
+
+    def error(here: Mapping[str, Tensor]) -> float:
+        return sum(residual(b, here).square().sum().item() for b in range(4))
+
+    best, lowest = Fitting(residual, 4, start, 1e-3).fit(error)
+    assert lowest < 0.5 * error(start)
+    assert (best["v.bias"] - start["v.bias"]).abs().max() > 0.01
+    assert (best["k.bias"] - start["k.bias"]).abs().max() < 0.01

@@ -25,6 +25,8 @@ DAMPING = 1e-3
 """How much of the mean curvature is added to every direction's."""
 PROBES = 8
 """How many random cotangents tell the curvature."""
+FLAT = 1e-4
+"""The least curvature of a vector, of the largest of any parameter: along less there is round-off (a key's bias)."""
 WIDE = 2048
 """Of a matrix with more rows (or columns), the curvature over these is taken for diagonal."""
 
@@ -65,7 +67,9 @@ class Fitting:
 
         It is asked every `CHUNK` steps, and the search ends where these have gained less than `WORTH` of what is left.
         """
-        rounds = {n: self._round(p, m) for (n, p), m in zip(self.start.items(), self._moments(), strict=True)}
+        moments = dict(zip(self.start, self._moments(), strict=True))
+        least = FLAT * max((_mean(m, self.start[n]) for n, m in moments.items()), default=0.0)
+        rounds = {n: self._round(p, moments[n], least) for n, p in self.start.items()}
         moves = {n: torch.zeros_like(p) for n, p in self.start.items()}
 
         def here() -> dict[str, Tensor]:
@@ -130,11 +134,10 @@ class Fitting:
             found = [tuple(a + b for a, b in zip(x, y, strict=True)) for x, y in pairs] or each
         return found
 
-    def _round(self, start: Tensor, moments: tuple[Tensor, ...]) -> Round:
+    def _round(self, start: Tensor, moments: tuple[Tensor, ...], least: float) -> Round:
+        curvature = _mean(moments, start)
         if len(moments) == 1:
-            mean = moments[0].mean()
-            return Round((0.5 * (moments[0] + mean)).clamp_min(1e-20).rsqrt())
-        curvature = float(_diagonal(moments[0]).sum()) / start.numel()
+            return Round((0.5 * (moments[0] + curvature)).clamp_min(max(least, 1e-20)).rsqrt())
         pull = self.ridge / max(start.square().sum().item(), 1e-30)
         damping = max(DAMPING, math.sqrt(pull / max(curvature, 1e-30)))
         left, right = (_root(m, damping) for m in moments)
@@ -146,6 +149,11 @@ def _second(slope: Tensor) -> tuple[Tensor, ...]:
         return (slope.square(),)
     flat = slope.reshape(len(slope), -1)
     return tuple(m @ m.T if len(m) <= WIDE else m.square().sum(1) for m in (flat, flat.T))
+
+
+def _mean(moments: tuple[Tensor, ...], start: Tensor) -> float:
+    """Return the mean curvature along the numbers of a parameter."""
+    return float(_diagonal(moments[0]).sum()) / max(start.numel(), 1)
 
 
 def _diagonal(moment: Tensor) -> Tensor:
