@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -344,32 +343,48 @@ def test_heads_of_any_size(tmp_path: Path, name: str, target: str, dtype: str) -
     assert made["RotaryEmbedding"] == (4 if build is odd else 0)
 
 
+def first_logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Return what a decoder in a file says of prompts."""
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(ids.shape[1])[None]}
+    feed = {
+        v.name: given[v.name].numpy() if v.name in given else np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32)
+        for v in session.get_inputs()
+    }
+    return torch.from_numpy(session.run(["logits"], feed)[0])
+
+
+def with_rope(most: int, **rope: Any) -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, max_position_embeddings=most, rope_parameters={"rope_theta": 1e4, **rope}
+    )
+    return randomise(transformers.LlamaForCausalLM(config).eval(), 0)
+
+
 def test_frequencies_that_the_length_chooses(tmp_path: Path) -> None:
     """A forward that reads its positions is exported on the path below the length that it was trained at, and says so.
 
     The rotation has a row for each position up to there, so that what is longer fails, and is not wrong.
     """
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    config = transformers.LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rope)
-    model = randomise(transformers.LlamaForCausalLM(config).eval(), 0)
-    report = lnr.export_model(model, tmp_path / "out", target="cpu")
+    model = with_rope(32, rope_type="dynamic", factor=2.0)
+    report = lnr.export_model(model, path := tmp_path / "dynamic.onnx", target="cpu")
     assert any("if seq_len > max_seq_len_cached" in path for path in report.fixed_paths)
-    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
-    for length, fails in ((32, False), (33, True)):
+    ids = torch.randint(64, (1, 33))
+    torch.testing.assert_close(first_logits(path, ids[:, :32]), model(ids[:, :32]).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(Exception, match="cos_cache"):
+        first_logits(path, ids)
+
+
+@pytest.mark.parametrize("trained", rows((24, 512, 700), sample=[512]))
+def test_frequencies_that_the_longest_text_chooses(tmp_path: Path, trained: int) -> None:
+    """No table says how longrope rotates: all tokens of a call go by its last position, on both sides of the length."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": trained}
+    model = with_rope(2 * trained, rope_type="longrope", factor=2.0, **factors)
+    lnr.export_model(model, path := tmp_path / "longrope.onnx", target="cpu")
+    for length in (trained // 2, trained, trained + 1, trained + 40):
         ids = torch.randint(64, (1, length))
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(length)[None]}
-        feed = {name: value.numpy() for name, value in given.items()}
-        feed |= {v.name: np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32) for v in session.get_inputs()[3:]}
-        with pytest.raises(Exception, match="RotaryEmbedding") if fails else nullcontext():
-            found = session.run(["logits"], feed)[0]
-            torch.testing.assert_close(torch.from_numpy(found), model(ids).logits.detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(first_logits(path, ids), model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 class Counting(transformers.LlamaForCausalLM):

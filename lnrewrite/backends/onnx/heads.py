@@ -226,16 +226,16 @@ def _hides(bench: Bench, mask: fx.Node, most: int) -> tuple[bool, int | None]:
 def _turned(bench: Bench, found: Attention, most: int, tables: list[Rotation]) -> Attention:
     """Take the rotation of queries and keys out of the graph where both are rotated alike."""
     new = found.k if found.present else (found.turned or (None,))[0]
-    q, k = (rotation(bench, end, FEW) if end is not None else None for end in (found.q, new))
+    q, k = (rotation(bench, end, most, FEW) if end is not None else None for end in (found.q, new))
     if q is None or k is None or not q.like(k):
         return replace(found, turned=None)
-    known = next((t for t in tables if t.interleaved == q.interleaved and torch.equal(t.cos[:FEW], q.cos)), None)
+    known = next((t for t in tables if t.like(q)), None)
     if known is None:
         known = rotation(bench, found.q, most)
         assert known is not None
         tables.append(known)
     inside = found.grouped and not (found.q.meta["val"].shape[-1] % ROTARY or q.cos.shape[-1] * 2 % ROTARY)
-    if not inside and bench.positions is None:
+    if not known.steady or (not inside and bench.positions is None):
         return replace(found, turned=None)
     found = replace(found, q=q.x, turn=replace(known, x=q.x), inside=inside)
     return replace(found, k=k.x) if found.present or new is None else replace(found, turned=(new, k.x))

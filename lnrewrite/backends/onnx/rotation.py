@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,16 +33,24 @@ Through = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Hold what one piece of graph does: `x`, what it starts from, channels rotated, the tables [positions, r / 2]."""
+    """Hold what one piece of graph does: `x`, what it starts from, channels rotated, the tables [positions, r / 2].
+
+    far: cosines and sines at the last position. steady: whether a position is rotated alike whatever else a call has;
+    frequencies that the longest text of a call chooses (longrope) are not.
+    """
 
     x: fx.Node
     interleaved: bool
     cos: Tensor
     sin: Tensor
+    far: Tensor
+    steady: bool
 
     def like(self, other: Rotation) -> bool:
-        """Return whether another rotates by the same angles."""
-        return self.interleaved == other.interleaved and torch.equal(self.cos, other.cos)
+        """Return whether another rotates by the same angles, as far as both tables reach, and at the last position."""
+        few = min(len(self.cos), len(other.cos))
+        alike = self.interleaved == other.interleaved and torch.equal(self.cos[:few], other.cos[:few])
+        return alike and torch.equal(self.far, other.far)
 
 
 class Bench:
@@ -92,11 +100,14 @@ class Bench:
         return on_data(self.module.graph, [self.positions] if self.positions else [])
 
 
-def rotation(bench: Bench, end: fx.Node, most: int) -> Rotation | None:
-    """Return what rotates [batch, heads, new, size] into `end`, for positions below `most`; None where nothing does."""
+def rotation(bench: Bench, end: fx.Node, most: int, few: int | None = None) -> Rotation | None:
+    """Return what rotates [batch, heads, new, size] into `end`, for positions below `most`; None where nothing does.
+
+    few: the rows of the tables, `most` without.
+    """
     for x in reversed(_starts(bench, end)):
         try:
-            found = _read(bench, x, end, most)
+            found = _read(bench, x, end, most, few or most)
         except (LookupError, RuntimeError, TypeError, AttributeError):  # a piece that does not run alone
             continue
         if found is not None:
@@ -122,7 +133,7 @@ def _elementary(node: fx.Node) -> bool:
     return node.op == "call_function" and (operator_ or node.target is operator.getitem)
 
 
-def _read(bench: Bench, x: fx.Node, end: fx.Node, most: int) -> Rotation | None:
+def _read(bench: Bench, x: fx.Node, end: fx.Node, most: int, count: int) -> Rotation | None:
     """Return the rotation from `x` [b, heads, s, size], or [b, s, heads, size], to `end`, None where it is another."""
     own, (rows, heads, tokens, size) = ([str(d) for d in n.meta["val"].shape] for n in (x, end))
     if own not in ([rows, heads, tokens, size], [rows, tokens, heads, size]):
@@ -150,8 +161,10 @@ def _read(bench: Bench, x: fx.Node, end: fx.Node, most: int) -> Rotation | None:
             if _close(got, rotated(given, cos, sin, interleaved), dtype):
                 if not _relative(through, shape, interleaved, width, dtype):
                     return None
-                cos, sin = _tables(through, shape, interleaved, width, 0, most)
-                return Rotation(x, interleaved, cos.to(dtype), sin.to(dtype))
+                read = partial(_tables, through, shape, interleaved, width)
+                cos, sin = read(0, count)
+                far = torch.cat(read(most - 1, 1))
+                return Rotation(x, interleaved, cos.to(dtype), sin.to(dtype), far, _steady(read, cos, sin, dtype))
     return None
 
 
@@ -175,6 +188,16 @@ def _tables(
         cos.append(made[0, 0][:, first])
         sin.append(made[0, 0][:, second])
     return torch.cat(cos), torch.cat(sin)
+
+
+def _steady(read: Callable[[int, int], tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether two positions alone, at the start of each chunk and around it, are rotated as the tables say."""
+    for begin in (max(at - 1, 0) for at in range(0, len(cos), CHUNK)):
+        rows = slice(begin, min(begin + 2, len(cos)))
+        found = read(begin, rows.stop - begin)
+        if not all(_close(one, all_of[rows], dtype) for one, all_of in zip(found, (cos, sin), strict=True)):
+            return False
+    return True
 
 
 def halves(size: int, interleaved: bool) -> tuple[slice, slice]:
