@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -301,3 +302,36 @@ def test_an_operator_without_translation_is_named_in_a_line(capfd: pytest.Captur
     assert refused.value.code == "LN501"
     assert "lnrewrite_test.unknown" in refused.value.why and "\n" not in refused.value.why
     assert capfd.readouterr() == ("", "")
+
+
+class Turned(nn.Module):
+    """Turn pairs of channels by complex numbers, as Meta's Llama does, arranged in one of many ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(16.0), torch.tensor([1.0, 0.1, 0.01, 0.001]))
+        self.how, self.freqs = how, torch.polar(torch.ones_like(angles), angles)
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.up(self.norm(x)).unflatten(-1, (2, 4)).repeat(1, 1, 1, 2)  # [batch, tokens, heads, size]
+        pairs = torch.view_as_complex(q.unflatten(-1, (-1, 2)))
+        return x + torch.view_as_real(pairs * TURNS[self.how](self.freqs, x.shape[1])).flatten(3)[..., :4].flatten(2)
+
+
+TURNS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "view": lambda f, n: f[:n].view(1, n, 1, 4),
+    "unsqueeze": lambda f, n: f[:n].unsqueeze(0).unsqueeze(-2),
+    "index": lambda f, n: f[None, :n, None],
+    "picked": lambda f, n: f[torch.arange(n)][:, None],
+    "expanded": lambda f, n: f[:n, None].expand(-1, 2, -1),
+    "repeated": lambda f, n: f[:n, None].repeat(1, 2, 1),
+    "one of a stack": lambda f, n: torch.stack([f, f.conj()])[0, :n, None],
+}
+
+
+@pytest.mark.parametrize("how", TURNS)
+def test_complex_numbers_are_arranged_as_pairs(how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    program = lnr.capture(Turned(how), (torch.randn(2, 6, 8),))
+    assert program.export(tmp_path / "turned.onnx", target="cpu").norms

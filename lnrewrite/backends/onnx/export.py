@@ -24,6 +24,7 @@ from ..torch.module import Args, CapturedModule, Kwargs, register, stored
 from .attention import attention, unhidden
 from .heads import is_whole
 from .norms import ONES, OPERATORS, SITE, attributes
+from .pairs import write_pairs
 from .shapes import infer_shapes
 
 OPSET, OPSETS = 18, range(18, 26)
@@ -122,6 +123,7 @@ class _Semantic:
             node.replace_all_uses_with(node.all_input_nodes[0])
         for node in self.graph.find_nodes(op="call_function", target=ASSERT):
             self.graph.erase_node(node)
+        write_pairs(self.graph)
         self.graph.eliminate_dead_code()
         self.module.recompile()
         return self.module.eval()
