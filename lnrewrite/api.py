@@ -133,14 +133,28 @@ def export_model(
     opset, optimize, fuse, quantize, verify as `Program.export` takes them. Raises as that,
     and LnrewriteError LN504 for a cache that cannot be.
     """
-    folder = not Path(path).suffix
     if isinstance(model, nn.Module):
-        from .models.decoder import served
-
         need_onnx(type(model).__name__)
-        return export_program(served(model, folder=folder), path, None, force=force, **how)
+        return export_program(_living(model, kv_cache, not Path(path).suffix), path, None, force=force, **how)
     source = identify(model, OpenOptions(None, False, trust_remote_code, None, "cpu", 0))
     return export_source(source, path, kv_cache, force=force, **how)
+
+
+def _living(module: nn.Module, kv_cache: bool | None, folder: bool) -> Program | InParts:
+    """Capture a living module for export, as `export_model` takes it."""
+    from .models.decoder import served
+
+    notes: tuple[str, ...] = ()
+    if kv_cache is not False:
+        try:
+            return served(module, folder=folder)
+        except LnrewriteError as error:
+            if kv_cache or error.code != Code.LN504:
+                raise
+            notes = (f"exported without a cache: {error.why}",)
+    given = infer_inputs(module)
+    taken = capture_module(module, given.args, given.kwargs)
+    return Program(replace(taken, notes=(*notes, *taken.notes)))
 
 
 def export_source(
@@ -165,14 +179,14 @@ def export_program(
     force: bool,
     **how: Any,
 ) -> Report:
-    """Export a program to an .onnx file or, one that generates whose OUT has no suffix, into a folder."""
+    """Export a program to an .onnx file (OUT without a suffix gets it) or, one that generates, into a folder OUT."""
     from .models.decoder import Decoder, InParts
 
     if isinstance(program, InParts) or isinstance(program, Decoder) and not Path(path).suffix:
         from .checkpoints.serving import export_folder
 
         return export_folder(program, path, source if source and source.is_dir() else None, force=force, **how)
-    return program.export(path, force=force, **how)
+    return program.export(path if Path(path).suffix else f"{os.fspath(path)}.onnx", force=force, **how)
 
 
 def _captured(source: Source, opened: Opened, module: nn.Module) -> Program:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,19 @@ def test_falls_back(tmp_path: Path) -> None:
     assert any("exported without a cache: it has an encoder" in note for note in program.notes)
     with pytest.raises(lnr.LnrewriteError, match="LN504.*name a folder"):
         load_to_export(identify(tmp_path / "t5"), True)
+
+
+@pytest.mark.parametrize(("name", "kv_cache", "inputs"), [("llama", False, 1), ("llama", None, 7), ("bert", None, 1)])
+def test_living_models_with_a_cache_and_without(name: str, kv_cache: bool | None, inputs: int, tmp_path: Path) -> None:
+    """What is asked for is what is written, under a name with a suffix."""
+    model = zoo.build(name, 2, head=name != "bert")[0]
+    report = lnr.export_model(model, tmp_path / ("m.onnx" if kv_cache is None else "m"), kv_cache=kv_cache)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    assert len(session.get_inputs()) == inputs
+    assert any("without a cache" in note for note in report.notes) is (name == "bert")
+    if inputs == 1:
+        with pytest.raises(lnr.LnrewriteError, match="LN504") if name == "bert" else nullcontext():
+            lnr.export_model(model, tmp_path / "insists.onnx", kv_cache=True)
 
 
 def test_an_onnx_file_gets_no_cache(tmp_path: Path) -> None:
