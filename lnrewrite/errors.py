@@ -199,6 +199,12 @@ class UsageError(LnrewriteError):
     exit_code = Exit.USAGE
 
 
+class Different(LnrewriteError):
+    """Report that what was made computes other numbers than what it was made of: nothing is written."""
+
+    exit_code = Exit.DIFFERENT
+
+
 class Untrusted(LnrewriteError):
     """Report that loading a file would run code; `runs` names all of it, what is not torch's own first."""
 

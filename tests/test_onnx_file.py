@@ -365,6 +365,18 @@ def test_weights_beside_a_model_are_never_another_ones(tmp_path: Path, monkeypat
         assert lnr.verify(saved, lnr.load(str(out)))["verdict"] == "equal"
 
 
+def test_weights_that_another_model_keeps_stay(tmp_path: Path) -> None:
+    onnx.save(model_of(), tmp_path / "m.onnx", save_as_external_data=True, location="m.onnx.data", size_threshold=0)
+    (tmp_path / "other.onnx").write_bytes((tmp_path / "m.onnx").read_bytes())
+    program = lnr.load(str(tmp_path / "m.onnx"))
+    program.save(tmp_path / "m.onnx", force=True)
+    assert lnr.verify(program, lnr.load(str(tmp_path / "other.onnx")))["verdict"] == "equal"
+    (tmp_path / "other.onnx").unlink()
+    onnx.save(model_of(), tmp_path / "m.onnx", save_as_external_data=True, location="m.onnx.data", size_threshold=0)
+    program.save(tmp_path / "m.onnx", force=True)
+    assert not (tmp_path / "m.onnx.data").exists()
+
+
 def test_old_and_unordered_models_are_read(tmp_path: Path) -> None:
     model = model_of(11)
     nodes = list(model.graph.node)[::-1]

@@ -22,7 +22,7 @@ from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.crossed import ENCODER, FIRST, HIDDEN, LATER, MASK, STATES
 from ..backends.torch.pictured import EMBEDDING, FEATURES, IMAGES, PIXELS, TEXT, VISION, Embedding
 from ..backends.torch.served import Flat, Part, going_round, is_past, sized, sizes_of
-from ..errors import Code, LnrewriteError
+from ..errors import Code, Different, LnrewriteError
 
 SAMPLE = 8
 """How many tokens are generated where a file is proved."""
@@ -263,7 +263,7 @@ def _round(found: Generation, name: str, wanted: list[Tensor], given: list[Tenso
         error = float((x - y).abs().max()) / scale
         if not error <= bound:
             why = f"generating from {name}, its logits are {error:.2g} of the largest off at token {step}"
-            raise LnrewriteError(
+            raise Different(
                 Code.LN403, "the model", f"{why}, and {bound:g} is allowed", "see `lnrewrite explain LN403`"
             )
         found.worst = max(found.worst, error)

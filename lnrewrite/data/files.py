@@ -40,11 +40,11 @@ def read_tensors(path: Path, code: Code) -> Tensor | dict[str, Tensor] | list[Te
             held = load_file(path)
         else:
             with path.open("rb") as stream:
-                named = unsafe_names(stream)
-            if named:
-                why = f"reading it would run {', '.join(name[:60] for name in named[:4])}"
-                raise LnrewriteError(code, what, why, REMEDY)
-            held = torch.load(path, map_location="cpu", weights_only=True)
+                if named := unsafe_names(stream):
+                    why = f"reading it would run {', '.join(name[:60] for name in named[:4])}"
+                    raise LnrewriteError(code, what, why, REMEDY)
+                stream.seek(0)
+                held = torch.load(stream, map_location="cpu", weights_only=True)  # of a path torch goes by the suffix
             check_built(held)
     except LnrewriteError:
         raise

@@ -23,7 +23,7 @@ from ..backends.running import Runnable
 from ..comparison.verifying import HALF, proof
 from ..detect.detection import detect
 from ..detect.naming import norm_names
-from ..errors import Code, LnrewriteError, UsageError, unknown
+from ..errors import Code, Different, LnrewriteError, UsageError, unknown
 from ..files.landing import failing, land, room
 from ..files.output import check_output
 from ..ir import Exactness, Kind, Network
@@ -118,7 +118,7 @@ def export(
 def _small(model: ir.Model, kind: str, program: Exportable | None, bound: float, output: Path) -> Quantized:
     """Quantize a model that is right before. Raises LnrewriteError LN403 where it is not, LN502."""
     if program is not None and (why := wrong(program, model, bound)):
-        raise LnrewriteError(Code.LN403, str(output), f"before it is quantized, {why}", SEE)
+        raise Different(Code.LN403, str(output), f"before it is quantized, {why}", SEE)
     return quantized(model, kind, program)
 
 
@@ -206,9 +206,15 @@ def put(
             with failing(place := output.with_name(file.name)):
                 land(file, place, force=force)
         for name in old:
-            if name.name not in [file.name for file in files]:
+            if name.name not in [file.name for file in files] and not _named(name, output):
                 name.unlink(missing_ok=True)
     return found
+
+
+def _named(data: Path, output: Path) -> bool:
+    """Return whether another model beside `output` may keep its weights in a file."""
+    models = (each for each in output.parent.glob("*.onnx") if each.name != output.name and each.is_file())
+    return any(data.name.encode() in each.read_bytes() for each in models)
 
 
 def proved(program: Exportable, file: Path, output: Path, bound: float) -> Proof:
@@ -230,5 +236,5 @@ def proved(program: Exportable, file: Path, output: Path, bound: float) -> Proof
         raise LnrewriteError(Code.LN403, str(output), error.why, remedy) from error
     if found.differs:
         why = f"its outputs are off by {found.max_rel:.2g} of the largest, and {bound:g} is allowed"
-        raise LnrewriteError(Code.LN403, str(output), why, remedy)
+        raise Different(Code.LN403, str(output), why, remedy)
     return Proof(found, tuple(dict.fromkeys([*more, *(note for module in modules for note in module.notes)])))

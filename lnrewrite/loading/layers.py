@@ -63,8 +63,8 @@ def read_layers(path: Path) -> object:
     """Return what torch.save wrote at `path`: tensors, plain data and torch's own layers. Raises NotPlain, Damaged."""
     stands: list[Any] = [(stand, name) for name, stand in known().items()]
     try:
-        with torch.serialization.safe_globals(stands):
-            held = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(stands), path.open("rb") as file:  # of a path torch goes by the suffix
+            held = torch.load(file, map_location="cpu", weights_only=True)
     except TypeError as error:  # a record takes no arguments
         raise NotPlain(f"it would call a layer's class: {error}") from error
     try:

@@ -248,7 +248,8 @@ def _read_pickle(source: Source) -> object:
                 remedy = "save it with torch.save's default protocol, or trust the file with --trust-pickle"
                 raise LnrewriteError(Code.LN012, f"model {source.name!r}", why, remedy)
         _import_from_here()
-        return torch.load(source.file, map_location="cpu", weights_only=False)
+        with source.file.open("rb") as file:  # of a path torch goes by the suffix
+            return torch.load(file, map_location="cpu", weights_only=False)
     except LnrewriteError:
         raise
     except Damaged as error:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Protocol, Self
 
-from ..errors import Code, Exit, LnrewriteError, Refusal
+from ..errors import Code, Different, Refusal
 from ..ir import Edit, Proposal, Stream
 from .results import Gap
 
@@ -28,10 +28,8 @@ class Scope(Enum):
     OF_EDITS = 2
 
 
-class Unproved(LnrewriteError):
+class Unproved(Different):
     """Report that exact passes made something that computes other numbers than what it was made of."""
-
-    exit_code = Exit.DIFFERENT
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(Code.LN404, what, why, "please report this model; fewer passes, or blocks=..., may do")
