@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .._version import __version__
+from ..backends.onnx.double import is_in, widened
 from ..backends.onnx.file import data_names, read, stamp, write
 from ..backends.onnx.lift import lift
 from ..backends.onnx.norms import EXPERTS
@@ -87,6 +88,12 @@ def export(
         notes += more
     if dtype != "fp32":
         notes += lower_precision(model, dtype)
+    narrow = ir.DataType.BFLOAT16
+    if target == "cpu" and is_in(model, narrow) and all(v.dtype is not narrow for v in model.graph.outputs):
+        model = widened(model, ir.DataType.FLOAT, {narrow})
+        notes.append(
+            "what the model computes in bfloat16 is computed in float32: ONNX Runtime's CPU lacks kernels for it"
+        )
     LOGGER.info(f"choosing norm forms for {target}")
     rows, left_out = fuse_norm_add_norm(model) if fuse == "custom" else ([], [])
     notes += left_out

@@ -9,6 +9,8 @@ by Gauss and Legendre's rule with 48 points: right to 2e-14 for every x, beyond 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -37,29 +39,34 @@ def doubled(model: ir.Model) -> ir.Model:
     return model
 
 
-def widened(model: ir.Model, to: ir.DataType) -> ir.Model:
-    """Return a copy of the model in which every float is of the type `to`: weights, constants, casts, inputs."""
+def is_in(model: ir.Model, dtype: ir.DataType) -> bool:
+    """Return whether a node of the model's graph gives values of a type."""
+    return any(v.dtype is dtype for node in model.graph for v in node.outputs)
+
+
+def widened(model: ir.Model, to: ir.DataType, kinds: Collection[ir.DataType] = FLOATS) -> ir.Model:
+    """Return a copy of the model in which floats of these kinds are of the type `to`: weights, constants, casts, inputs."""
     model = model.clone()
     for graph in model.graphs():
         for value in graph.initializers.values():
-            if value.const_value is not None and value.const_value.dtype in FLOATS:
+            if value.const_value is not None and value.const_value.dtype in kinds:
                 value.const_value = _wide(value.const_value, to)
         for value in [*graph.inputs, *graph.initializers.values(), *(v for n in graph for v in n.outputs)]:
-            if value.dtype in FLOATS:
+            if value.dtype in kinds:
                 value.type = ir.TensorType(to)
         for node in graph:
-            _widen_attributes(node, to)
+            _widen_attributes(node, to, kinds)
     return model
 
 
-def _widen_attributes(node: ir.Node, to: ir.DataType) -> None:
+def _widen_attributes(node: ir.Node, to: ir.DataType, kinds: Collection[ir.DataType]) -> None:
     for name, attribute in list(node.attributes.items()):
-        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in FLOATS:
+        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in kinds:
             node.attributes[name] = ir.AttrTensor(name, _wide(attribute.as_tensor(), to))
-        elif node.op_type == "Constant" and name in ("value_float", "value_floats"):
+        elif node.op_type == "Constant" and name in ("value_float", "value_floats") and ir.DataType.FLOAT in kinds:
             del node.attributes[name]
             node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.array(attribute.value, to.numpy())))
-        elif name in ("to", "dtype") and ir.DataType(attribute.as_int()) in FLOATS:
+        elif name in ("to", "dtype") and ir.DataType(attribute.as_int()) in kinds:
             node.attributes[name] = ir.AttrInt64(name, to.value)
 
 

@@ -22,7 +22,7 @@ from ...kernels.library import DOMAIN, find, register
 from ...pipeline.protocols import Batch
 from ..inputs import check_names, fitted
 from ..running import Runnable
-from .double import doubled, widened
+from .double import doubled, is_in, widened
 from .file import bytes_of, whole, write
 from .lift import size
 from .remote import Died, Failed, RemoteSession
@@ -141,7 +141,7 @@ def input_of(value: ir.Value, rows: int = 0, axes: int = 0) -> Input:
 
 def runnable(model: ir.Model) -> OnnxModule:
     """Return the model as the CPU can run it: in float32, on its rounded weights, where kernels lack (bfloat16)."""
-    if any(v.dtype is ir.DataType.BFLOAT16 for node in model.graph for v in node.outputs):
+    if is_in(model, ir.DataType.BFLOAT16):
         return OnnxModule(widened(model, ir.DataType.FLOAT), "float32")
     return OnnxModule(model)
 
