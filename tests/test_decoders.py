@@ -255,6 +255,13 @@ def test_living_models_with_a_cache_and_without(name: str, kv_cache: bool | None
             lnr.export_model(model, tmp_path / "insists.onnx", kv_cache=True)
 
 
+@pytest.mark.parametrize("positions", [10, 16])
+def test_few_positions(positions: int, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=64, n_positions=positions, n_embd=16, n_layer=1, n_head=2)
+    report = lnr.export_model(transformers.GPT2LMHeadModel(config), tmp_path / "m.onnx", target="cpu")
+    assert any("generates the same" in note for note in report.notes)
+
+
 def test_an_onnx_file_gets_no_cache(tmp_path: Path) -> None:
     """A cache is not made for a graph that has none: who insists on one is told so, and nothing is written."""
     model, inputs = zoo.build("gpt2", 1)

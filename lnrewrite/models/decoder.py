@@ -86,7 +86,8 @@ class Decoder(Served):
 
     def tried(self, candidate: Runnable, bound: float) -> Sequence[str]:
         """Generate with what was written beside the model: a padded batch, and a continuation of one row."""
-        return generated(Alone(self.part, candidate), bound, SAMPLE).notes()
+        room = (self.positions - 8) * 2 // 3  # beside prompt and continuation
+        return generated(Alone(self.part, candidate), bound, max(1, min(SAMPLE, room))).notes()
 
     @property
     def positions(self) -> int:
