@@ -82,9 +82,8 @@ class LayernormToRmsnorm(Pass):
                 edits += center.edits()
             except Closed as closed:
                 refusals += [closed.refusal(name) for name, _ in readers]
-        centered = bool(readers) and not refusals
         if stream.embedding and _layer(stream.embedding):
-            _embedding(stream, centered and self.sources == "any", edits, refusals)
+            _embedding(stream, edits, refusals)
         for block in stream.blocks:
             for site in block.sites:
                 if site.where in (Where.INNER, Where.OUT) and _layer(site):
@@ -113,18 +112,15 @@ def _alone(stream: Stream, block: Block, site: Site, edits: list[Edit], refusals
         edits.append(Edit(block.name, (*centered, _rms(site.where, site, block.index(site)))))
 
 
-def _embedding(stream: Stream, explicit: bool, edits: list[Edit], refusals: list[Refusal]) -> None:
-    """Center what the embedding norm reads: in weights or, where the stream became centered too, explicitly."""
+def _embedding(stream: Stream, edits: list[Edit], refusals: list[Refusal]) -> None:
+    """Center what the embedding norm reads in weights: an RMSNorm behind an explicit subtraction is a LayerNorm again."""
     assert stream.embedding
     closed = stream.opaque or next((f"{s.param} is also used elsewhere" for s in stream.sources if s.shared), "")
     name, center = f"{stream.name}.embedding", Center(stream.width)
-    if not closed and stream.sources:
-        ways: tuple[Operation, ...] = tuple(ScaleWriter(s, center) for s in stream.sources)
-    elif explicit:
-        ways = (Affine(Where.EMBEDDING, center, before=True),)
-    else:
+    if closed or not stream.sources:
         refusals.append(Refusal(Code.LN102, name, closed or "its sources are unknown", "run untie first"))
         return
+    ways = tuple(ScaleWriter(s, center) for s in stream.sources)
     edits.insert(0, Edit(name, (*ways, _rms(Where.EMBEDDING, stream.embedding))))
 
 
