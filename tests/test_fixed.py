@@ -62,6 +62,24 @@ def test_what_is_no_choice_by_data_is_not_called_one(name: str) -> None:
     assert program.dynamic_axes()["h"].keys() == {0, 1}
 
 
+@pytest.mark.parametrize("most", [7, 100, 4096])
+def test_what_sizes_choose_otherwise_is_told(most: int) -> None:
+    """What data that are made of sizes alone say (positions) is a choice where other sizes say something else."""
+
+    def longer(net: torch.nn.Module, h: torch.Tensor) -> torch.Tensor:
+        return 2 * h if torch.arange(h.shape[1]).max() >= most else h
+
+    module, h = choices.Chooser(longer).eval(), inputs()
+    program = lnr.capture(module, (h,))
+    (path,) = program.fixed_paths
+    assert path.startswith("`return 2 * h if torch.arange(h.shape[1]).max() >= most else h`")
+    long = torch.randn(2, most + 1, choices.WIDTH)
+    if most > 7:
+        with pytest.raises(RuntimeError, match="fixed path"):
+            program.module()(long)
+    torch.testing.assert_close(program.module()(h), module(h))
+
+
 def test_what_differs_from_its_module_on_other_inputs_alone_is_marked() -> None:
     _, program = captured("for_negative", inputs().abs())
     (path,) = program.fixed_paths

@@ -9,12 +9,15 @@ torch.export.draft_export goes by is not what the example inputs give: it takes 
 from __future__ import annotations
 
 import linecache
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
+from operator import attrgetter
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import fx
@@ -34,6 +37,8 @@ READS: dict[Callable[..., object], Callable[..., object]] = {
     **{f: f for f in (torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.__float__)},
     assert_true: BOOL,
 }
+SIZES, LARGEST = (1, 2, 7, 40, 129, 1025, 4097, 16385, 65537, 131073), 1 << 22
+"""Sizes at which what sizes decide is tried, on inputs of as many numbers at most."""
 CLOSE = 1e-4
 """How close a number must be to one that was read: the same model in another precision reads nearly the same."""
 
@@ -142,7 +147,7 @@ def mark(module: fx.GraphModule, text: str) -> None:
 
 
 def drop_settled(module: fx.GraphModule) -> None:
-    """Drop assertions of what the weights alone decide; what the sizes of inputs decide is asserted, and no choice."""
+    """Drop assertions of what the weights alone decide; what sizes of inputs decide is no choice if it holds at all."""
     varies: set[fx.Node] = set()
     by_data: set[fx.Node] = set()
     for node in module.graph.nodes:
@@ -153,10 +158,48 @@ def drop_settled(module: fx.GraphModule) -> None:
             by_data.discard(node)
         if _is_fixed(node) and node not in varies:
             module.graph.erase_node(node)
-        elif _is_fixed(node) and node not in by_data:
+        elif _is_fixed(node) and node not in by_data and _at_all_sizes(node):
             node.args = (node.args[0], str(node.args[1]).removeprefix(FIXED))
     module.graph.eliminate_dead_code(lambda node: node.op == "get_attr" or node.is_impure())
     module.recompile()
+
+
+def _at_all_sizes(node: fx.Node) -> bool:
+    """Return whether an assertion that the sizes of inputs decide holds at all that are tried, one by one."""
+    given = [
+        n.meta["val"] for n in node.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)
+    ]
+    names = {str(d) for value in given for d in value.shape if not isinstance(d, int)}
+    for name, size in product(names, SIZES):
+        with suppress(Exception):  # sizes that do not go together
+            if not _computed(node.args[0], {**dict.fromkeys(names, 3), name: size}):
+                return False
+    return True
+
+
+def _computed(node: Any, sizes: Mapping[str, int]) -> Any:
+    """Return a value of a graph whose inputs are zeros of these sizes."""
+    known: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        if node not in known:
+            known[node] = computed(node)
+        return known[node]
+
+    def computed(node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            like = node.meta["val"]
+            shape = [d if isinstance(d, int) else sizes[str(d)] for d in like.shape]
+            if math.prod(shape) > LARGEST:
+                raise ValueError("too large")
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        if node.op == "get_attr":
+            return attrgetter(str(node.target))(node.graph.owning_module)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    assert isinstance(node, fx.Node)
+    return value(node)
 
 
 def _is_fixed(node: fx.Node) -> bool:
