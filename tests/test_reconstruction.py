@@ -244,7 +244,7 @@ def test_gradients_go_back_the_way_that_steps_go(shape: tuple[int, ...]) -> None
     g = torch.Generator().manual_seed(0)
     x, start = [torch.randn(*shape, generator=g) for _ in range(4)], {"w": torch.randn(shape, generator=g)}
     fitting = Fitting(lambda k, p: (x[k] * p["w"]).cumsum(-1), 4, start, 0.1)
-    there = fitting._round(start["w"], fitting._moments()[0])
+    there = fitting._round(start["w"], fitting._moments()[0], 0.0)
     u, v = torch.randn(2, *shape, generator=g)
     torch.testing.assert_close((u * there(v)).sum(), (there(u) * v).sum())
 

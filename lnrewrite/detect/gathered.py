@@ -104,9 +104,7 @@ class _Sum:
         """Return whether a sum carries x on, alone or beside what weights compute from it; masks have to be stored."""
         graph, rest = self.graph, {name for term in terms if term != (x,) for name in term}
         state, total = graph[x], graph[self.total]
-        if "float" not in (
-            state.dtype or ""
-        ):  # a count: with numbers that are not whole it would be one of another type
+        if "float" not in state.dtype:  # a count, which factors would make a number of another type
             return False
         if x in graph.constant or x in rest or state.dtype != total.dtype or not same_shape(graph, x, self.total):
             return False
