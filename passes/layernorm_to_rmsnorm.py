@@ -113,7 +113,7 @@ def _alone(stream: Stream, block: Block, site: Site, edits: list[Edit], refusals
 
 
 def _embedding(stream: Stream, edits: list[Edit], refusals: list[Refusal]) -> None:
-    """Center what the embedding norm reads in weights: an RMSNorm behind an explicit subtraction is a LayerNorm again."""
+    """Center in weights what the embedding norm reads: an RMSNorm behind an explicit subtraction is a LayerNorm."""
     assert stream.embedding
     closed = stream.opaque or next((f"{s.param} is also used elsewhere" for s in stream.sources if s.shared), "")
     name, center = f"{stream.name}.embedding", Center(stream.width)

@@ -22,7 +22,7 @@ from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.crossed import ENCODER, FIRST, HIDDEN, LATER, MASK, STATES
 from ..backends.torch.pictured import EMBEDDING, FEATURES, IMAGES, PIXELS, TEXT, VISION, Embedding
 from ..backends.torch.served import Flat, Part, going_round, is_past, sized, sizes_of
-from ..errors import Code, Different, LnrewriteError
+from ..errors import Code, Different
 
 SAMPLE = 8
 """How many tokens are generated where a file is proved."""

@@ -45,7 +45,7 @@ def is_in(model: ir.Model, dtype: ir.DataType) -> bool:
 
 
 def widened(model: ir.Model, to: ir.DataType, kinds: Collection[ir.DataType] = FLOATS) -> ir.Model:
-    """Return a copy of the model in which floats of these kinds are of the type `to`: weights, constants, casts, inputs."""
+    """Return a copy of the model, its floats of these kinds of the type `to`: weights, constants, casts, inputs."""
     model = model.clone()
     for graph in model.graphs():
         for value in graph.initializers.values():

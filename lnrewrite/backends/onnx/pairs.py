@@ -1,8 +1,8 @@
 """Write operators on complex numbers that torch.onnx lacks as the same ones on pairs of real numbers.
 
-Rotary embeddings are often products of complex numbers (`view_as_complex(q) * freqs_cis.unsqueeze(1)`). torch.onnx holds
-complex numbers as reals with one more axis, of 2, at the end; it translates the products, and few of the operators that
-only arrange numbers.
+Rotary embeddings are often products of complex numbers (`view_as_complex(q) * freqs_cis.unsqueeze(1)`). torch.onnx
+holds complex numbers as reals with one more axis, of 2, at the end; it translates the products, and few of the
+operators that only arrange numbers.
 """
 
 from __future__ import annotations
