@@ -90,16 +90,21 @@ def load_to_export(
     if opened.module is None or not (kv_cache or generates(opened.module)):
         return capture_opened(source, opened)
     need_onnx(f"model {source.name!r}")
+    more: dict[str, Any] = {"tokenizer": opened.tokenizer, "format": opened.kind, "consume": True}
+    made = _served(opened.module, bool(kv_cache), opened.notes, folder=folder, **more)
+    return capture_opened(source, replace(opened, notes=(*opened.notes, made))) if isinstance(made, str) else made
+
+
+def _served(module: nn.Module, insist: bool, notes: Sequence[str] = (), **how: Any) -> Program | InParts | str:
+    """Return a living model as it is served, or a note why it is without a cache. Raises LN504 for who insists."""
     from .models.decoder import served
 
-    module, reads = opened.module, opened.tokenizer
     try:
-        return served(module, opened.notes, folder=folder, tokenizer=reads, format=opened.kind, consume=True)
+        return served(module, notes, **how)
     except LnrewriteError as error:
-        if kv_cache or error.code != Code.LN504:
+        if insist or error.code != Code.LN504:
             raise
-        why = f"exported without a cache: {error.why}"
-    return capture_opened(source, replace(opened, notes=(*opened.notes, why)))
+        return f"exported without a cache: {error.why}"
 
 
 def capture_opened(source: Source, opened: Opened) -> Program:
@@ -142,16 +147,11 @@ def export_model(
 
 def _living(module: nn.Module, kv_cache: bool | None, folder: bool) -> Program | InParts:
     """Capture a living module for export, as `export_model` takes it."""
-    from .models.decoder import served
-
     notes: tuple[str, ...] = ()
     if kv_cache is not False:
-        try:
-            return served(module, folder=folder)
-        except LnrewriteError as error:
-            if kv_cache or error.code != Code.LN504:
-                raise
-            notes = (f"exported without a cache: {error.why}",)
+        if not isinstance(made := _served(module, bool(kv_cache), folder=folder), str):
+            return made
+        notes = (made,)
     given = infer_inputs(module)
     taken = capture_module(module, given.args, given.kwargs)
     return Program(replace(taken, notes=(*notes, *taken.notes)))

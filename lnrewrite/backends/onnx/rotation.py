@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import OpOverload, operator_name
+from ..torch.computing import attribute, valued
 from ..torch.evaluating import on_data, unwound
 
 CHUNK = 512
@@ -69,28 +70,15 @@ class Bench:
     def run(self, end: fx.Node, held: Mapping[fx.Node, Tensor], start: int, batch: int, new: int) -> Tensor:
         """Compute a node from the values that are held, for `new` tokens from position `start` on."""
         sizes = dict(zip(self.symbols, (batch, new, start), strict=True))
-        known: dict[fx.Node, Any] = dict(held)
-        if self.positions is not None:
-            known.setdefault(self.positions, torch.arange(start, start + new).expand(batch, -1))
+        places = {} if self.positions is None else {self.positions: torch.arange(start, start + new).expand(batch, -1)}
 
-        def value(node: fx.Node) -> Any:
-            if node not in known:
-                known[node] = computed(node)
-            return known[node]
-
-        def computed(node: fx.Node) -> Any:
+        def leaf(node: fx.Node) -> Any:
             if node.op == "placeholder":
                 return torch.zeros(self.shape(node, sizes), dtype=node.meta["val"].dtype)
-            if node.op == "get_attr":
-                found: Any = self.module
-                for part in str(node.target).split("."):
-                    found = getattr(found, part)
-                return found.detach() if isinstance(found, Tensor) else found
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            found = attribute(self.module, node)
+            return found.detach() if isinstance(found, Tensor) else found
 
-        with torch.no_grad():
-            found = value(end)
+        found = valued(end, {**places, **held}, leaf)
         assert isinstance(found, Tensor)
         return found
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from ...compat.torch import pytree
 from .capture import quiet
+from .computing import attribute, plainly, valued
 from .module import CapturedModule
 from .widened import Read, in_float64, widest
 
@@ -56,32 +57,23 @@ class Evaluator:
 
     def __call__(self, end: str, held: Mapping[str, Tensor]) -> Tensor:
         """Return a value, computed from the values that `held` gives by their nodes' names, and from the inputs."""
-        known: dict[fx.Node, Any] = {self.nodes[name]: value for name, value in held.items()}
-
-        def value(node: fx.Node) -> Any:
-            if node not in known:
-                known[node] = self._computed(node, value)
-            return known[node]
-
-        with torch.no_grad(), quiet():
-            found = value(self.nodes[end])
+        known = {self.nodes[name]: value for name, value in held.items()}
+        with quiet():
+            found = valued(self.nodes[end], known, self._leaf, self._call)
         assert isinstance(found, Tensor), end
         return found
 
-    def _computed(self, node: fx.Node, value: Any) -> Any:
+    def _leaf(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             return self.inputs[node.name]
-        if node.op == "get_attr":
-            found: Any = self.module
-            for part in str(node.target).split("."):
-                found = getattr(found, part)
-            if isinstance(found, nn.Module):
-                return in_float64(found)
-            found = self.read(str(node.target))
-            return found.double() if found.is_floating_point() else found
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-        args, kwargs = pytree.tree_map(self._meant, (args, kwargs))
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        found = attribute(self.module, node)
+        if isinstance(found, nn.Module):
+            return in_float64(found)
+        found = self.read(str(node.target))
+        return found.double() if found.is_floating_point() else found
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        return plainly(node, *pytree.tree_map(self._meant, (args, kwargs)))
 
     @staticmethod
     def _meant(value: object) -> object:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -25,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...compat.torch import assert_true
 from ...errors import Code, LnrewriteError, words
+from .computing import attribute, valued
 
 G = TypeVar("G", bound=fx.GraphModule)
 FIXED = "fixed path: "
@@ -158,48 +158,38 @@ def drop_settled(module: fx.GraphModule) -> None:
             by_data.discard(node)
         if _is_fixed(node) and node not in varies:
             module.graph.erase_node(node)
-        elif _is_fixed(node) and node not in by_data and _at_all_sizes(node):
+        elif _is_fixed(node) and node not in by_data and _at_all_sizes(module, node):
             node.args = (node.args[0], str(node.args[1]).removeprefix(FIXED))
     module.graph.eliminate_dead_code(lambda node: node.op == "get_attr" or node.is_impure())
     module.recompile()
 
 
-def _at_all_sizes(node: fx.Node) -> bool:
+def _at_all_sizes(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether an assertion that the sizes of inputs decide holds at all that are tried, one by one."""
-    given = [
-        n.meta["val"] for n in node.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)
-    ]
-    names = {str(d) for value in given for d in value.shape if not isinstance(d, int)}
+    condition = node.args[0]
+    assert isinstance(condition, fx.Node)
+    values = (n.meta.get("val") for n in node.graph.find_nodes(op="placeholder"))
+    names = {str(d) for v in values if isinstance(v, torch.Tensor) for d in v.shape if not isinstance(d, int)}
     for name, size in product(names, SIZES):
         with suppress(Exception):  # sizes that do not go together
-            if not _computed(node.args[0], {**dict.fromkeys(names, 3), name: size}):
+            if not valued(condition, {}, _zeros(module, {**dict.fromkeys(names, 3), name: size})):
                 return False
     return True
 
 
-def _computed(node: Any, sizes: Mapping[str, int]) -> Any:
-    """Return a value of a graph whose inputs are zeros of these sizes."""
-    known: dict[fx.Node, Any] = {}
+def _zeros(module: fx.GraphModule, sizes: Mapping[str, int]) -> Callable[[fx.Node], Any]:
+    """Give inputs that are zeros of some sizes, and attributes as they are."""
 
-    def value(node: fx.Node) -> Any:
-        if node not in known:
-            known[node] = computed(node)
-        return known[node]
-
-    def computed(node: fx.Node) -> Any:
-        if node.op == "placeholder":
-            like = node.meta["val"]
-            shape = [d if isinstance(d, int) else sizes[str(d)] for d in like.shape]
-            if math.prod(shape) > LARGEST:
-                raise ValueError("too large")
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    def leaf(node: fx.Node) -> Any:
         if node.op == "get_attr":
-            return attrgetter(str(node.target))(node.graph.owning_module)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+            return attribute(module, node)
+        like = node.meta["val"]
+        shape = [d if isinstance(d, int) else sizes[str(d)] for d in like.shape]
+        if math.prod(shape) > LARGEST:
+            raise ValueError("too large")
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
-    assert isinstance(node, fx.Node)
-    return value(node)
+    return leaf
 
 
 def _is_fixed(node: fx.Node) -> bool:
