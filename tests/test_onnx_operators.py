@@ -94,7 +94,8 @@ def test_what_is_said_of_a_node_holds(operator: str) -> None:
 
 SILENT = {
     "Attention", "Conv", "ConvTranspose", "Dropout", "Elu", "GroupNormalization", "InstanceNormalization",
-    "LayerNormalization", "LeakyRelu", "LpNormalization", "OneHot", "RMSNormalization", "Relu", "ScatterND",
+    "LayerNormalization", "LeakyRelu", "LpNormalization", "OneHot", "RMSNormalization", "Relu", "ScatterElements",
+    "ScatterND",
     "SimplifiedLayerNormalization", "Tile",
 }  # fmt: skip
 """Operators of which nothing is said, or no case is run."""
