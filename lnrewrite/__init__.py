@@ -22,6 +22,7 @@ Rooms, a floor a line; imports go down only, and import-linter holds it (pyproje
 
     cli/                          click commands; nothing imports it
     rehosting, probing/           a folder in, a folder of a stock architecture out; a stream's figures by depth
+    benched                       beside them: times of any model
     api                           the way in: any MODEL loaded, a file or a module converted
     hosts/                        stock architectures that hold what was made, and a folder written as one
     checkpoints/                  a checkpoint folder in, a folder out
@@ -88,6 +89,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .api import convert, export_model, load, rewrite_file
+    from .benched import bench
     from .codes import explain
     from .comparison.verifying import verify
     from .errors import LnrewriteError, Refused, UsageError
@@ -100,7 +102,6 @@ if TYPE_CHECKING:
     from .probing.diffing import diff
     from .probing.probe import probe
     from .rehosting import rehost
-    from .runtime.benching import bench
     from .runtime.sessions import session
 
 _HOME = {
@@ -113,7 +114,7 @@ _HOME = {
     "Result": "pipeline.driver",
     "OnnxProgram": "models.onnx_program",
     "Program": "models.program",
-    "bench": "runtime.benching",
+    "bench": "benched",
     "capture": "models.program",
     "convert": "api",
     "diff": "probing.diffing",

@@ -46,6 +46,19 @@ def quiet(*libraries: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def mute() -> Iterator[None]:
+    """Drop what anybody logs below an error, and the handlers that a library gives the root logger meanwhile."""
+    disabled, level, handlers = logging.root.manager.disable, logging.root.level, list(logging.root.handlers)
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        logging.root.setLevel(level)
+        logging.root.handlers[:] = handlers
+
+
+@contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Make draft_export write its trace into a folder that goes at the end, unless TORCH_DTRACE names another."""
     if os.environ.get(TRACE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_models_get_one_input_in_the_types_and_by_the_names_that_they_declare(wr
     first = write("first", "g (float[n,4] x, float[n,4] mask) => (float[n,4] y) { y = Add (x, mask) }")
     half = write("half", "g (float16[n,4] x) => (float16[n,4] y) { y = Relu (x) }")
     given = {"x": [[1.0, 2.0, 3.0, 4.0]], "mask": [[0.0, 0.0, 0.0, 0.0]]}
-    one, other = benching._opened([first, half], given, 0)
+    one, other = benching._opened([Path(first), Path(half)], [first, half], given, 0)
     assert one.feed.keys() == {"x", "mask"} and other.feed.keys() == {"x"}
     assert other.feed["x"].dtype == np.float16 and one.feed["x"].dtype == np.float32
     assert (other.feed["x"] == one.feed["x"]).all()
@@ -134,7 +135,7 @@ def test_on_cuda_free_sizes_become_those_of_the_inputs(write: Write) -> None:
     text = "g (float[n,s,4] x) => (float[n,t] y) { a = Shape <start: int = 0, end: int = 1> (x) "
     text += "b = Constant <value_ints: ints = [-1]> () c = Concat <axis: int = 0> (a, b) y = Reshape (x, c) }"
     path = write("m", text)
-    (model,) = benching._opened([path], {"x": np.zeros((2, 3, 4), np.float32)}, 0)
+    (model,) = benching._opened([Path(path)], [path], {"x": np.zeros((2, 3, 4), np.float32)}, 0)
     assert model.sizes == {"n": 2, "s": 3}
     for target, kinds in (("cpu", {"Shape", "Concat", "Reshape"}), ("cuda", {"Reshape"})):
         options = benching._options(model, target, 1)
@@ -174,6 +175,19 @@ def test_targets_and_inputs_that_are_not_there(models: list[str]) -> None:
     with pytest.raises(lnr.LnrewriteError) as error:
         lnr.bench(models, inputs={"x": [[1.0, 2.0, 3.0, 4.0]], "extra": [1]})
     assert error.value.code == "LN022"
-    with pytest.raises(lnr.LnrewriteError) as error:
-        lnr.bench(["demo:tinygpt"])
-    assert error.value.code == "LN520" and "lnrewrite export" in error.value.remedy
+
+
+def test_what_is_no_onnx_file_is_exported_for_the_target(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program stands beside the file that it was exported to: both hold the same fused norms."""
+    lnr.load("demo:tinygpt").export(tmp_path / "tiny.onnx", target="cpu")
+    held: dict[str, Counter[str]] = {}
+
+    def session(model: benching.Timed, *_: Any) -> Callable[[], None]:
+        held[model.name] = Counter(node.op_type for node in onnx.load(model.path).graph.node)
+        return lambda: None
+
+    monkeypatch.setattr(benching, "_session", session)
+    names = [str(tmp_path / "tiny.onnx"), "demo:tinygpt"]
+    assert [row["path"] for row in lnr.bench(names, rounds=1, runs=1)["models"]] == names
+    assert held[names[0]] == held[names[1]] and held[names[0]]["LayerNormalization"]
+    assert os.listdir(tmp_path) == ["tiny.onnx"]

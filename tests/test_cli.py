@@ -443,3 +443,12 @@ def test_nobody_reads_on() -> None:
     environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is full")
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_a_full_disk_behind_stdout(option: str) -> None:
+    command = f"{sys.executable} -m lnrewrite.cli passes {option} > /dev/full"
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and re.fullmatch(r"error: LN025 [^\n]+\n", done.stderr), done.stderr

@@ -309,6 +309,32 @@ def test_sizes_are_free_in_whatever_order_inputs_are_given(order: tuple[str, ...
     assert program.dynamic_axes()["other"].keys() == {0, 1} and not program.notes
 
 
+@pytest.mark.parametrize(
+    "more", [{"flag": True}, {"other": torch.ones(2, 5, 4)}, {"other": torch.ones(2, 5, 4), "flag": 1}]
+)
+@pytest.mark.parametrize("positional", (True, False))
+def test_what_a_forward_takes_as_further_keywords(more: dict[str, Any], positional: bool) -> None:
+    """Sizes stay free, tensors are inputs, constants are heeded, and the module is left as it was."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, **rest: Any) -> Tensor:
+            x = x + self.up(x) * (3 if rest.get("flag") else 1)
+            return x + rest["other"] if "other" in rest else x
+
+    module, x = Net(), torch.randn(2, 5, 4)
+    program = lnr.capture(module, (x,) if positional else (), more if positional else {"x": x, **more})
+    free = program.dynamic_axes()
+    assert all(free[name].keys() == {0, 1} for name in ("x", *(set(more) & {"other"}))) and not program.notes
+    longer = {name: torch.ones(3, 7, 4) if name == "other" else value for name, value in more.items()}
+    x = torch.randn(3, 7, 4)
+    torch.testing.assert_close(program.module()(x, **longer), module(x, **longer))
+    assert "forward" not in vars(module)
+
+
 class Complex(nn.Module):
     """A Pre-LN block of a net whose inputs, weights and outputs are complex, with real norms of both parts."""
 

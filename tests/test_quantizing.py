@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,10 @@ def counts(path: Path) -> Counter[str]:
 @pytest.mark.parametrize(("kind", "target", "dtype"), FORMS)
 def test_loss(tmp_path: Path, kind: str, target: str, dtype: str) -> None:
     """Each product with weights is quantized, norms and attention stay, and the file loses what the report says."""
-    held = decoder(zoo.build("llama", head=True)[0])
+    held, handlers = decoder(zoo.build("llama", head=True)[0]), list(logging.root.handlers)
     report = held.export(path := tmp_path / "small.onnx", target=target, dtype=dtype, quantize=kind)
     held.export(plain := tmp_path / "plain.onnx", target=target, dtype=dtype)
+    assert logging.root.handlers == handlers, "the quantizer's logs go on where lnrewrite's are asked for"
     made, before = counts(path), counts(plain)
     assert made[COUNTED[kind]] == before["MatMul"] == 11 and not made["MatMul"]
     kept = {op: n for op, n in before.items() if "Norm" in op or "Attention" in op}

@@ -87,8 +87,13 @@ class TorchRunnable(Runnable):
 
 
 def as_runnable(model: Runnable | nn.Module) -> Runnable:
-    """Return a model itself where it runs, and a torch module as a runnable."""
-    return model if isinstance(model, Runnable) else TorchRunnable(model)
+    """Return a model itself where it runs, and a torch module as a runnable. Raises LnrewriteError LN402 for others."""
+    if isinstance(model, Runnable):
+        return model
+    if not isinstance(model, nn.Module):
+        why = f"{type(model).__name__} is neither a program nor a module; lnrewrite.load opens a path"
+        raise incomparable(why)
+    return TorchRunnable(model)
 
 
 def floats(outputs: object) -> Outputs:

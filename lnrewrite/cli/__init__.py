@@ -22,7 +22,7 @@ from .generate import generate
 from .heal import heal
 from .kernels import kernels
 from .look import diff, inspect, probe
-from .options import ACCEPT, FORCE, INPUT, OUT, SEED, Screen, among, options, page_of, target_of, tell_name
+from .options import ACCEPT, FORCE, OUT, Screen, among, options, page_of, target_of, tell_name
 from .processes import joined
 from .rehost import rehost
 from .report import REPORT, draw_forms, report_of, write_report, written_to
@@ -230,23 +230,18 @@ main.add_command(doctor)
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option("--target", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--threads", type=THREADS, default=1, show_default=True, help="CPU threads of an operator.")
-@INPUT
 @click.option("--rounds", type=ROUNDS, default=9, show_default=True, help="Sessions made of each model.")
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Of everything random.")
-@options()
-def bench(models: tuple[str, ...], inputs: tuple[str, ...], screen: Screen, **asked: Any) -> None:
-    """Time ONNX models in ONNX Runtime, paired and interleaved, against the first."""
+@options(model=True)
+def bench(models: tuple[str, ...], how: OpenOptions, screen: Screen, **asked: Any) -> None:
+    """Time models in ONNX Runtime, paired and interleaved, against the first; others than ONNX files are exported."""
     from .tables import timings
 
     for model in models:
-        identify(model)
+        identify(model, how)  # a missing file is told before anything is loaded
     with screen.working("timing"):
-        from ..models.program import need_onnx
+        from ..benched import bench as timed
 
-        need_onnx("bench")
-        from ..runtime.benching import bench as timed
-
-        found = timed(models, inputs=list(inputs) or None, **asked)
+        found = timed(models, **asdict(how), **asked)
     screen.answer(found, lambda: timings(found))
 
 

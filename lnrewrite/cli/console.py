@@ -146,15 +146,22 @@ def _fail(asked: list[str], error: LnrewriteError) -> int:
     if number():
         if not isinstance(error, UsageError | Refused):
             click.echo(f"process {number()}: error: {error}", err=True)
-    elif "--json" in asked:
-        click.echo(json.dumps({"error": error.to_dict()}))
-    else:
-        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    if "--json" in asked:
+        try:
+            click.echo(json.dumps({"error": error.to_dict()}))
+            return error.exit_code
+        except OSError:  # stdout is full: stderr is left
+            sys.stdout = None
+    click.echo(f"error: {error}", err=True)
     return error.exit_code
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Print a result, or a piece of one; marks that stdout's encoding lacks become ASCII."""
+    """Print a result, or a piece of one; marks that stdout's encoding lacks become ASCII.
+
+    Raises LnrewriteError LN025 where stdout takes no more.
+    """
     from .tables import ASCII
 
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -162,7 +169,13 @@ def show(text: str, end: str = "\n") -> None:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = text.translate(ASCII).encode(encoding, "replace").decode(encoding)
-    click.echo("\n".join(map(visible, text.split("\n"))) + end, nl=False)
+    try:
+        click.echo("\n".join(map(visible, text.split("\n"))) + end, nl=False)
+    except BrokenPipeError:
+        raise
+    except OSError as why:
+        remedy = "make room, or send the output elsewhere"
+        raise LnrewriteError(Code.LN025, "the output", f"it cannot be written: {told(why)}", remedy) from why
 
 
 class Terminal(logging.Handler):

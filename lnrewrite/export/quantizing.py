@@ -6,7 +6,6 @@ for each column, and what they multiply is rounded to 8 bits too, at each run. A
 
 from __future__ import annotations
 
-import logging
 import math
 import tempfile
 from collections import Counter
@@ -23,6 +22,7 @@ from ..comparison.verifying import measured
 from ..errors import Code, LnrewriteError, UsageError, told, unknown
 from ..pipeline.protocols import Batch
 from ..pipeline.results import Drift
+from ..quiet import mute
 from .exportable import Exportable
 from .targets import TARGETS
 
@@ -103,13 +103,10 @@ def _weighed(node: ir.Node) -> bool:
 def _made(model: ir.Model, kind: str) -> ir.Model:
     """Return what ONNX Runtime's quantizer makes of a model, which it reads from a file."""
     with tempfile.TemporaryDirectory(prefix="lnrewrite-") as place:
-        path, before = Path(place) / "model.onnx", logging.root.manager.disable
+        path = Path(place) / "model.onnx"
         write(model, path)
-        logging.disable(logging.WARNING)
-        try:
+        with mute():
             return ir.from_proto(_int4(path) if kind == "int4" else _int8(path))
-        finally:
-            logging.disable(before)
 
 
 def _int4(path: Path) -> onnx.ModelProto:

@@ -22,8 +22,6 @@ from ..backends.onnx.inputs import spec_of_model
 from ..backends.onnx.session import OnnxModule
 from ..errors import Code, LnrewriteError
 from ..kernels.library import DOMAIN, register
-from ..loading.identify import identify
-from ..loading.source import Format
 from ..models.onnx_program import Given, OnnxProgram
 from ..pipeline.results import Json
 from ..quiet import LOGGER
@@ -50,8 +48,9 @@ class Timed:
 
 
 def bench(
-    models: Sequence[str],
+    models: Sequence[Path],
     *,
+    names: Sequence[str],
     target: str = "cpu",
     threads: int = 1,
     inputs: Given = None,
@@ -62,15 +61,15 @@ def bench(
 ) -> Json:
     """Time ONNX files on one input and return the object of `bench --json`: medians in ms, ratios to the first model.
 
-    target: cpu, or cuda (IO binding, a CUDA graph of these inputs' shapes, no fallback to the CPU). threads: of the
-    CPU, for one operator. inputs: as `lnrewrite.load` takes them, for all models alike, in the types that each
-    declares; made up from the first model where None. Each of `rounds` times every model `runs` times.
-    Raises LnrewriteError LN520 where a model is no ONNX file, does not take the first one's inputs, or does not load or
+    names: of the models, for people. target: cpu, or cuda (IO binding, a CUDA graph of these inputs' shapes, no
+    fallback to the CPU). threads: of the CPU, for one operator. inputs: as `lnrewrite.load` takes them, for all models
+    alike, in the types that each declares; made up from the first model where None. Each of `rounds` times every model
+    `runs` times. Raises LnrewriteError LN520 where a model does not take the first one's inputs, or does not load or
     run on the target, LN530 where kernels that it needs are not built; LN022 where `inputs` are not the first model's;
     LN015, LN030, LN031 where a file is broken.
     """
     check_target(target)
-    timed = _opened(models, inputs, seed)
+    timed = _opened(models, names, inputs, seed)
     order = random.Random(seed)
     times: list[list[float]] = [[] for _ in timed]
     medians: list[list[float]] = [[] for _ in timed]
@@ -85,33 +84,24 @@ def bench(
             medians[each].append(statistics.median(found))
     notes = tuple(dict.fromkeys(note for model in timed for note in model.notes))
     rows = []
-    for model, seconds, middle in zip(models, times, medians, strict=True):
+    for model, seconds, middle in zip(names, times, medians, strict=True):
         ratios = [mine / first for mine, first in zip(middle, medians[0], strict=True)]
         rows.append(Timing(model, Spread.of([1000 * t for t in seconds]), Spread.of(ratios)))
     return Benchmark(target, threads, rounds, runs, tuple(rows), notes).to_dict()
 
 
-def _path(model: str) -> Path:
-    form = identify(model)
-    if form.format is not Format.ONNX or form.path is None:
-        why, remedy = f"it is {form.format}, and bench times ONNX files", "write it with `lnrewrite export` first"
-        raise LnrewriteError(Code.LN520, f"model {model!r}", why, remedy)
-    return form.graph
-
-
-def _opened(models: Sequence[str], inputs: Given, seed: int) -> list[Timed]:
+def _opened(paths: Sequence[Path], names: Sequence[str], inputs: Given, seed: int) -> list[Timed]:
     """Read the models, with the inputs that all get: those given, or made up from the first."""
-    paths = [_path(model) for model in models]
-    first = OnnxProgram.open(paths[0], models[0], inputs, seed)
+    first = OnnxProgram.open(paths[0], names[0], inputs, seed)
     given = OnnxModule(first.model).feed((), first.example_inputs())
     timed = []
-    for name, path in zip(models, paths, strict=True):
+    for name, path in zip(names, paths, strict=True):
         model = read(path, name)
         module = OnnxModule(model)
         try:
             feed = module.feed((), {key: value for key, value in given.items() if key in module.inputs})
         except LnrewriteError as error:
-            why = f"it does not take the inputs of {models[0]}: {error.why}"
+            why = f"it does not take the inputs of {names[0]}: {error.why}"
             raise LnrewriteError(Code.LN520, f"model {name!r}", why, "time models that take the same inputs") from error
         sizes = {dim: feed[key].shape[i] for key, axes in spec_of_model(model).axes.items() for i, dim in axes.items()}
         timed.append(Timed(name, path, feed, sizes, DOMAIN in model.graph.opset_imports, OnnxProgram(model).notes))

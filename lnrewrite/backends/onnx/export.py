@@ -15,7 +15,7 @@ from torch import fx
 
 from ...compat.torch import TreeSpec, input_tree, output_tree, pytree
 from ...detect.match import NormMatch
-from ...errors import Code, LnrewriteError
+from ...errors import Code, LnrewriteError, UsageError
 from ...ir import Kind, Norm
 from ..torch.capture import export_again, quiet
 from ..torch.fixed import ASSERT
@@ -55,7 +55,7 @@ def to_onnx(
     """
     if opset not in OPSETS:
         why = f"opsets {OPSETS[0]} to {OPSETS[-1]} can be written"
-        raise LnrewriteError(Code.LN503, f"opset {opset}", why, f"give --opset {OPSET}")
+        raise UsageError(Code.LN503, f"opset {opset}", why, f"give --opset {OPSET}")
     with quiet():
         semantic = _Semantic(module)
         for output, found in norms.items():

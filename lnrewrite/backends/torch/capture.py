@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import logging
@@ -66,7 +67,7 @@ def capture_module(
         positional, keywords = _two_rows(positional, keywords)
     positional, keywords = pytree.tree_map_only(torch.Tensor, _apart(), (positional, keywords))
     kept_calls = tuple(children(positional, keywords)) if children else ()
-    with evaluating(module), unchanged(module), quiet():
+    with evaluating(module), unchanged(module), quiet(), _named(module, keywords):
 
         def made(trace: Trace) -> CapturedModule:
             given = dynamic_shapes is not None
@@ -145,6 +146,32 @@ def export_again(module: CapturedModule, args: Args, kwargs: Kwargs) -> Exported
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(module.forward).parameters
+
+
+@contextmanager
+def _named(module: nn.Module, keywords: Kwargs) -> Iterator[None]:
+    """Name for a while what a forward takes as `**kwargs`, which torch.export nests in one place and not in another."""
+    takes = _parameters(module)
+    kept = [p for p in takes.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in keywords if n not in takes]
+    if not more or len(kept) == len(takes):
+        yield
+        return
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def named(*args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs)
+
+    was = vars(module).get("forward")
+    named.__signature__ = inspect.Signature((*kept, *more))  # type: ignore[attr-defined]
+    vars(module)["forward"] = named
+    try:
+        yield
+    finally:
+        vars(module).pop("forward")
+        if was is not None:
+            vars(module)["forward"] = was
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
