@@ -197,11 +197,26 @@ class Two(nn.Module):
         return self.lin(left) + right_ids
 
 
+class Picky(nn.Module):
+    def forward(self, x, mask):  # type: ignore[no-untyped-def]
+        return x + mask
+
+
 def test_what_is_missing_is_named() -> None:
     error = fails("LN020", lambda: infer_inputs(Two()))
     assert "left, right_ids are missing" in error.why and "flag" not in str(error)
     assert "--input left=float32[batch,seq,64] --input right_ids=int64[batch,seq]" in error.remedy
     assert "Two" in error.what
+
+
+def test_inputs_that_a_forward_does_not_take() -> None:
+    for args, kwargs, word in [
+        ((), {"x": 1}, "'mask'"),
+        ((1, 2), {"other": 3}, "'other'"),
+        ((1, 2, 3), {}, "too many"),
+    ]:
+        error = fails("LN020", lambda a=args, k=kwargs: lnr.capture(Picky(), a, k))
+        assert word in error.why and "(x, mask)" in error.remedy
 
 
 def test_a_model_that_always_fails() -> None:

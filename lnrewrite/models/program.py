@@ -294,7 +294,8 @@ def capture(
     dynamic_shapes as torch.export takes it; None: batch and sequence stay dynamic where a run at a second size agrees.
     A module that chooses its path by its data is captured on the path of these inputs, which the program asserts: see
     `Program.fixed_paths`. What was captured is compared with the module on other inputs.
-    Raises LnrewriteError LN023 where the module cannot be exported, LN024 where a parameter is NaN or infinite.
+    Raises LnrewriteError LN020 where its forward does not take these inputs, LN023 where the module cannot be
+    exported, LN024 where a parameter is NaN or infinite.
     """
     if not isinstance(module, nn.Module):
         why = f"a {type(module).__name__} was given"

@@ -51,8 +51,8 @@ def capture_module(
 
     dynamic_shapes as torch.export takes it; None lets batch and sequence be dynamic where a run at a second size
     agrees with the module. `children` chooses, by args and kwargs, the submodules of whose calls it is kept what
-    entered and left them. Raises LnrewriteError LN023 where torch.export and draft_export both fail, or
-    what they make is not what the module computes on these inputs.
+    entered and left them. Raises LnrewriteError LN020 where its forward does not take these inputs, LN023 where
+    torch.export and draft_export both fail, or what they make is not what the module computes on these inputs.
     """
     notes: list[str] = []
     positional, keywords = tuple(args), dict(kwargs or {})
@@ -63,6 +63,7 @@ def capture_module(
             dynamic_shapes = {**dynamic_shapes, "use_cache": None}
         notes.append("use_cache=False was set: a cache in the outputs cannot be captured")
     keywords = {n: keywords[n] for n in (*takes, *keywords) if n in keywords}  # in the order that torch.export takes
+    _check_call(module, positional, keywords)
     if dynamic_shapes is None:
         positional, keywords = _two_rows(positional, keywords)
     positional, keywords = pytree.tree_map_only(torch.Tensor, _apart(), (positional, keywords))
@@ -146,6 +147,17 @@ def export_again(module: CapturedModule, args: Args, kwargs: Kwargs) -> Exported
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(module.forward).parameters
+
+
+def _check_call(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    """Raise LnrewriteError LN020 where a forward requires other inputs than it is given."""
+    if isinstance(module, CapturedModule):  # says so itself
+        return
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as why:
+        remedy = f"its forward is ({', '.join(map(str, _parameters(module).values()))}): give what it requires, by name"
+        raise LnrewriteError(Code.LN020, type(module).__name__, str(why), remedy) from why
 
 
 @contextmanager
