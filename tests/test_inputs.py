@@ -350,6 +350,25 @@ def test_what_a_forward_takes_as_further_keywords(more: dict[str, Any], position
     assert "forward" not in vars(module)
 
 
+def test_an_axis_of_one_size_fixes_no_other(tmp_path: Path) -> None:
+    """Features beside tokens have one width; the length of the tokens stays free, in ONNX too."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.features = nn.Embedding(9, 4), nn.Linear(3, 4)
+
+        def forward(self, ids: Tensor, features: Tensor) -> Tensor:
+            return self.table(ids) + self.features(features)[:, None]
+
+    program = lnr.capture(Net(), (torch.randint(9, (2, 6)), torch.randn(2, 3)))
+    free = program.dynamic_axes()
+    assert free["ids"].keys() == {0, 1} and free["features"].keys() == {0}
+    assert [note.partition(":")[0] for note in program.notes] == ["axis 1 of features is fixed at 3"]
+    program.export(tmp_path / "net.onnx")
+    assert lnr.load(tmp_path / "net.onnx").dynamic_axes()["ids"].keys() == {0, 1}
+
+
 class Complex(nn.Module):
     """A Pre-LN block of a net whose inputs, weights and outputs are complex, with real norms of both parts."""
 

@@ -76,6 +76,11 @@ def tensors_in(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def sizes_of(value: torch.Tensor) -> tuple[int | str, ...]:
+    """Return a traced tensor's sizes: a number, or the name of one that is free; torch.export leaves symbols of one."""
+    return tuple(int(text) if (text := str(size)).isdigit() else text for size in value.shape)
+
+
 def input_tree(module: fx.GraphModule) -> TreeSpec:
     """Return how a captured module's inputs nest: a pair of args and kwargs."""
     return _trees(module).in_spec

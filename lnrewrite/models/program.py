@@ -22,6 +22,7 @@ from ..backends.torch.lift import lift
 from ..backends.torch.module import Called, CapturedModule, move, stored, with_plain_outputs
 from ..backends.torch.widened import is_narrow, worked_out
 from ..comparison.proving import Evidence, away, evidence
+from ..compat.torch import sizes_of
 from ..detect.arithmetic import Floats
 from ..detect.graph import OpGraph
 from ..errors import Code, LnrewriteError
@@ -86,8 +87,8 @@ class Program(GraphModel[torch.Tensor]):
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
         """Return, for each input, its dynamic axes and the names of their sizes."""
         nodes = [n for n in self._capture.module.graph.nodes if n.op == "placeholder"]
-        shapes = [n.meta["val"].shape for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        axes = [{i: str(d) for i, d in enumerate(shape) if not isinstance(d, int)} for shape in shapes]
+        shapes = [sizes_of(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        axes = [{i: size for i, size in enumerate(shape) if isinstance(size, str)} for shape in shapes]
         return dict(zip(self.example_inputs(), axes, strict=False))
 
     def is_ones(self, param: str) -> bool:

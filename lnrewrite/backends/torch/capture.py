@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from ...compat.torch import BatchNorm, FakeTensorMode, TreeSpec, input_tree, pytree, tensors_in
+from ...compat.torch import BatchNorm, FakeTensorMode, TreeSpec, input_tree, pytree, sizes_of, tensors_in
 from ...errors import Code, LnrewriteError, told
 from ...quiet import untraced
 from ...recipe.runtime import holder_of
@@ -138,7 +138,7 @@ def export_again(module: CapturedModule, args: Args, kwargs: Kwargs) -> Exported
     def axes(value: object) -> Axes:
         if not isinstance(value, torch.Tensor):
             return None
-        return {i: Dim.AUTO for i, d in enumerate(next(leaves).shape) if not isinstance(d, int)}
+        return {i: Dim.AUTO for i, d in enumerate(sizes_of(next(leaves))) if isinstance(d, str)}
 
     shapes = pytree.tree_map(axes, (args, kwargs))
     with quiet():

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from ...compat.torch import pytree
+from ...compat.torch import pytree, sizes_of
+from ...errors import one_line, told
 from ..inputs import resized
 from .checked import alike, others, run
 from .fixed import other_path
@@ -46,22 +47,40 @@ def dynamic(module: nn.Module, args: Args, kwargs: Kwargs, notes: list[str], tra
         batch,
         is_leaf=lambda v: isinstance(v, dict) and bool(v) and all(isinstance(k, int) for k in v),
     )
-    why = "the model did not run, or differed, at a second size"
-    for note, spec in (("", every), ("the sequence length is fixed", batch)):
+    why = "torch.export found no other size that the model takes"
+    for spec in (every, batch):
         try:
             captured = trace((*spec[0], *spec[1].values()))
-        except Exception:  # torch.export may raise anything, and so may the module
+        except Exception as error:  # torch.export may raise anything, and so may the module
+            why = f"with other sizes {one_line(told(error)):.160}"
             continue
         if spec is every and (formulas := _tangled(captured)) > TANGLED:
             why = f"{formulas} shapes depend on it by remainders, too many to follow"
             continue
+        fixed = _fixed(captured)
+        if fixed is None:
+            continue
         if holds(module, captured, args, kwargs):
-            if note:
-                notes.append(f"{note}: {why}")
+            notes += [f"the sequence length is fixed: {why}"] if spec is batch else fixed
             return captured
+        why = "the model did not run, or differed, at a second size"
     captured = trace(None)
     notes.append(f"batch and sequence length are fixed: {why}")
     return captured
+
+
+def _fixed(captured: CapturedModule) -> list[str] | None:
+    """Return notes on the batch sizes and lengths that are one number, None where no batch size is free."""
+    found = [n for n in captured.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
+    sizes = {node.target: sizes_of(node.meta["val"])[: 2 if node.meta["val"].dim() < 4 else 1] for node in found}
+    if not any(isinstance(size, str) for taken in sizes.values() for size in taken[:1]):
+        return None
+    return [
+        f"axis {axis} of {name} is fixed at {size}: torch.export found no other size that the model takes"
+        for name, taken in sizes.items()
+        for axis, size in enumerate(taken)
+        if isinstance(size, int)
+    ]
 
 
 def _tangled(captured: CapturedModule) -> int:
@@ -97,7 +116,7 @@ def holds(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwarg
 
 def symbols(captured: CapturedModule) -> set[str]:
     """Return the names of the sizes that are dynamic."""
-    return {str(d) for leaf in placeholders(captured) for d in leaf.shape if not isinstance(d, int)}
+    return {size for leaf in placeholders(captured) for size in sizes_of(leaf) if isinstance(size, str)}
 
 
 def _resized(captured: CapturedModule, args: Args, kwargs: Kwargs, other: Callable[[int], int]) -> tuple[Args, Kwargs]:
@@ -109,8 +128,8 @@ def _resized(captured: CapturedModule, args: Args, kwargs: Kwargs, other: Callab
         if not isinstance(value, torch.Tensor) or name not in shapes:
             return value
         shape = list(value.shape)
-        for axis, d in enumerate(shapes[name].shape):
-            if not isinstance(d, int):
+        for axis, size in enumerate(sizes_of(shapes[name])):
+            if isinstance(size, str):
                 shape[axis] = max(2, other(shape[axis])) if axis else shape[0] + 1
         return resized(value, shape)
 

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from ...compat.torch import assert_true
+from ...compat.torch import assert_true, sizes_of
 from ...errors import Code, LnrewriteError, words
 from .computing import attribute, valued
 
@@ -169,7 +169,8 @@ def _at_all_sizes(module: fx.GraphModule, node: fx.Node) -> bool:
     condition = node.args[0]
     assert isinstance(condition, fx.Node)
     values = (n.meta.get("val") for n in node.graph.find_nodes(op="placeholder"))
-    names = {str(d) for v in values if isinstance(v, torch.Tensor) for d in v.shape if not isinstance(d, int)}
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    names = {size for tensor in tensors for size in sizes_of(tensor) if isinstance(size, str)}
     for name, size in product(names, SIZES):
         with suppress(Exception):  # sizes that do not go together
             if not valued(condition, {}, _zeros(module, {**dict.fromkeys(names, 3), name: size})):
@@ -184,7 +185,7 @@ def _zeros(module: fx.GraphModule, sizes: Mapping[str, int]) -> Callable[[fx.Nod
         if node.op == "get_attr":
             return attribute(module, node)
         like = node.meta["val"]
-        shape = [d if isinstance(d, int) else sizes[str(d)] for d in like.shape]
+        shape = [size if isinstance(size, int) else sizes[size] for size in sizes_of(like)]
         if math.prod(shape) > LARGEST:
             raise ValueError("too large")
         return torch.zeros(shape, dtype=like.dtype, device=like.device)

@@ -16,7 +16,7 @@ import torch
 from sympy.core.relational import Relational
 from torch import fx, nn
 
-from ...compat.torch import guards, pytree
+from ...compat.torch import guards, pytree, sizes_of
 from ..inputs import resized
 from .checked import away, has_no_numbers, run
 from .fixed import ASSERT, FIXED, mark
@@ -55,9 +55,9 @@ def _places(captured: CapturedModule) -> Iterator[tuple[str, fx.Node, int]]:
     """Yield each dynamic size, with an input and an axis that has it."""
     for node in captured.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        for axis, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            if not isinstance(size, int):
-                yield str(size), node, axis
+        for axis, size in enumerate(sizes_of(value) if isinstance(value, torch.Tensor) else ()):
+            if isinstance(size, str):
+                yield size, node, axis
 
 
 def _shapes(captured: CapturedModule, args: Args, kwargs: Kwargs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -71,7 +71,7 @@ def _sizes(captured: CapturedModule, args: Args, kwargs: Kwargs) -> Sizes:
     """Return each dynamic size as the example has it."""
     found: Sizes = {}
     for given, like in _shapes(captured, args, kwargs):
-        found |= {str(d): n for d, n in zip(like.shape, given.shape, strict=False) if not isinstance(d, int)}
+        found |= {d: n for d, n in zip(sizes_of(like), given.shape, strict=False) if isinstance(d, str)}
     return found
 
 
@@ -104,7 +104,7 @@ def _at(captured: CapturedModule, args: Args, kwargs: Kwargs, sizes: Sizes) -> t
     """Return a call's inputs at other sizes."""
     wanted = {
         id(given): [
-            d if isinstance(d, int) else sizes.get(str(d), n) for d, n in zip(like.shape, given.shape, strict=False)
+            d if isinstance(d, int) else sizes.get(d, n) for d, n in zip(sizes_of(like), given.shape, strict=False)
         ]
         for given, like in _shapes(captured, args, kwargs)
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container
 import torch
 from torch import fx
 
-from ...compat.torch import OpOverload
+from ...compat.torch import OpOverload, sizes_of
 from ...detect.graph import Op, Operand, OpGraph, unchanged
 from .ops import Neutral, neutral
 
@@ -45,14 +45,14 @@ def lift(module: fx.GraphModule) -> OpGraph:
             flat = [operand(n) for n in node.all_input_nodes]
             outputs = tuple(n for n in flat if isinstance(n, str))
         elif node.op == "placeholder" and isinstance(value, torch.Tensor):
-            ops[node.name] = Op(node.name, "input", (), {}, _shape(value), _dtype(value))
+            ops[node.name] = Op(node.name, "input", (), {}, sizes_of(value), _dtype(value))
         elif node.op == "get_attr" and isinstance(value, torch.Tensor):
             target = names.get(str(node.target), str(node.target))
             first = parameters.setdefault(target, node.name)
             if first != node.name:
                 alias[node.name] = first
             else:
-                ops[node.name] = Op(node.name, "param", (), {"param": target}, _shape(value), _dtype(value))
+                ops[node.name] = Op(node.name, "param", (), {"param": target}, sizes_of(value), _dtype(value))
         elif node.op == "call_function" and isinstance(value, (torch.Tensor, tuple, list)):
             op = _call(node, operand)
             source = op.inputs[0] if op.inputs else None
@@ -99,7 +99,7 @@ def _call(node: fx.Node, operand: Callable[[object], Operand]) -> Op:
     if kind == "cast" and not value.is_floating_point() and _is_float(inputs[0]):
         kind = "truncate"
     if isinstance(value, torch.Tensor):
-        return Op(node.name, kind, tuple(flat), attrs, _shape(value), _dtype(value))
+        return Op(node.name, kind, tuple(flat), attrs, sizes_of(value), _dtype(value))
     return Op(node.name, kind, tuple(flat), attrs)
 
 
@@ -120,10 +120,6 @@ def _is_alias(op: Op, source: Op) -> bool:
     if op.kind == "alias" or (op.kind == "getitem" and op.attrs["item"] == 0 and source.kind in NORMS):
         return True
     return unchanged(op, source)
-
-
-def _shape(value: torch.Tensor) -> tuple[int | str, ...]:
-    return tuple(d if isinstance(d, int) else str(d) for d in value.shape)
 
 
 def _dtype(value: torch.Tensor) -> str:

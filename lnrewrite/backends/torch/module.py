@@ -12,7 +12,7 @@ from torch import fx
 from torch.export import ExportedProgram, ModuleCallSignature
 from torch.export.graph_signature import ArgumentSpec, TensorArgument
 
-from ...compat.torch import TreeSpec, input_tree, operator_name, output_tree, pytree, schema_of, set_trees
+from ...compat.torch import TreeSpec, input_tree, operator_name, output_tree, pytree, schema_of, set_trees, sizes_of
 from ...ir.inputs import Input, content_of
 from ...recipe.runtime import holder_of
 from .functional import functional, respell
@@ -103,7 +103,7 @@ def input_of(name: str, like: object) -> Input | None:
     """Describe a captured input, whose free sizes are symbols; None for what is not a tensor."""
     if not isinstance(like, torch.Tensor):
         return None
-    dims = tuple(d if isinstance(d, int) else str(d) for d in like.shape)
+    dims = sizes_of(like)
     dtype = str(like.dtype).removeprefix("torch.")
     return Input(name, dtype, dims, tuple(d if isinstance(d, int) else 0 for d in dims), content_of(name, dtype))
 
