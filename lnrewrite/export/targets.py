@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ..backends.onnx.norms import EXPERTS, GROUPED, HEADED, LAYER, RMS, SKIP, UNBIASED
+from ..backends.onnx.norms import EXPERTS, GROUPED, HEADED, LAYER, NORMED, RMS, SKIP, UNBIASED
 
 DECOMPOSED = "decomposed"
 
@@ -31,13 +31,13 @@ for versions before 12 alone (ArgMax, ArgMin)."""
 
 KERNELS = {
     ("cpu", "fp32"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp32"): (HEADED, EXPERTS),
-    ("cpu", "fp16"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp16"): (GROUPED, UNBIASED, HEADED, EXPERTS),
-    ("cpu", "bf16"): (GROUPED,), ("cuda", "bf16"): (GROUPED, UNBIASED, EXPERTS),
+    ("cpu", "fp16"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp16"): (GROUPED, UNBIASED, NORMED, HEADED, EXPERTS),
+    ("cpu", "bf16"): (GROUPED,), ("cuda", "bf16"): (GROUPED, UNBIASED, NORMED, EXPERTS),
 }  # fmt: skip
 """The kernels of attention and of experts that ONNX Runtime has for a target and type."""
-SINCE = {EXPERTS: (1, 28), UNBIASED: (1, 23)}
-"""Versions before which kernels compute something else: a gate's factors were numbers of their own, a window had
-one token more (microsoft/onnxruntime#25927)."""
+SINCE = {EXPERTS: (1, 28), NORMED: (1, 28), UNBIASED: (1, 23)}
+"""Versions before which kernels compute something else: a gate's factors were numbers of their own, heads were not
+normed, a window had one token more (microsoft/onnxruntime#25927)."""
 
 
 def release(ort: str) -> tuple[int, int]:

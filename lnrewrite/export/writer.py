@@ -16,8 +16,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from .._version import __version__
 from ..backends.onnx.double import is_in, widened
 from ..backends.onnx.file import data_names, read, stamp, write
+from ..backends.onnx.head_norms import take_in
 from ..backends.onnx.lift import lift
-from ..backends.onnx.norms import EXPERTS
+from ..backends.onnx.norms import EXPERTS, GROUPED, NORMED
 from ..backends.onnx.raising import STANDARD, raise_norms
 from ..backends.onnx.session import runnable
 from ..backends.running import Runnable
@@ -47,6 +48,8 @@ TOLERANCE = {"fp32": FILE, "fp16": HALF, "bf16": 1e-1}
 """The largest error, relative to the source's largest output, that a written model may show."""
 
 PLAIN = "it takes no statistics of the input, and plain arithmetic is left of it"
+
+INSIDE = "attention computes it too, on CUDA: it was proved standing before it, not run (read from its kernel's schema)"
 
 SEE = "see `lnrewrite explain LN403`"
 
@@ -80,7 +83,8 @@ def export(
     output = check_output(path, force)
     bound = TOLERANCE["fp16" if program.in_half and dtype == "fp32" else dtype]
     LOGGER.info("translating to ONNX")
-    model = program.to_onnx(opset, kernels=kernels(target, dtype, version("onnxruntime")) if optimize == "auto" else ())
+    able = kernels(target, dtype, version("onnxruntime")) if optimize == "auto" else ()
+    model = program.to_onnx(opset, kernels=able)
     left, notes = raised(model, program.network), list(program.notes)
     if optimize == "auto":
         LOGGER.info("fusing the rest of the graph")
@@ -97,10 +101,13 @@ def export(
     LOGGER.info(f"choosing norm forms for {target}")
     rows, left_out = fuse_norm_add_norm(model) if fuse == "custom" else ([], [])
     notes += left_out
+    rows += [Form(name, GROUPED, INSIDE) for name in (take_in(model) if NORMED in able else ())]
     rows += lower(model, TARGETS[target], version("onnxruntime"))
     if operators := ", ".join(sorted(function.name for function in model.functions.values())):
         stamp(model, operators=operators)
         notes.append(NEEDED if find() is None else f"it is proved with the kernels of {operators} that are built here")
+    if any(row.why == INSIDE for row in rows):
+        notes.append(f"{GROUPED} norms queries and keys: CUDA alone does, with ONNX Runtime {first(NORMED)} or later")
     if any(node.op_type == EXPERTS for node in model.graph):
         notes.append(f"{EXPERTS} needs ONNX Runtime {first(EXPERTS)} or later: older ones compute other gates on CUDA")
     if target == "cuda" and (lacking := off_cuda(model)):

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import InlinePass, TopologicalSortPass
 
 from ...errors import Code, LnrewriteError
+from .head_norms import stand_apart
 from .rules import Rules
 
 logging.getLogger("onnx_ir").addHandler(logging.NullHandler())  # what it thinks of a file is for who asks to hear it
@@ -26,6 +27,8 @@ OPERATORS = "lnrewrite.operators"
 
 def read(path: Path, name: str, inline: bool = True) -> ir.Model:
     """Read an ONNX file, external data mapped and not loaded, functions inlined, nodes in topological order.
+
+    Norms that attention computes on CUDA alone stand before it.
 
     `name` is what the user calls it. inline: False keeps functions, for whose operators there may be kernels. Raises
     LnrewriteError LN015 (cut off), LN027 (opset), LN030 (breaks ONNX's rules), LN031 (external data missing, too short,
@@ -46,6 +49,7 @@ def read(path: Path, name: str, inline: bool = True) -> ir.Model:
             InlinePass()(model)
             model.metadata_props.pop(OPERATORS, None)
         TopologicalSortPass()(model)
+        stand_apart(model)
         _unknown_sizes(model)
     except Exception as why:  # whatever a file that breaks a rule leads the library to
         raise rules.invalid(f"{type(why).__name__}: {why}") from why

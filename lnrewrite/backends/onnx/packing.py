@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from .norms import CONTRIB, GROUPED, HEADED, NormNode, resemble
+from .norms import CONTRIB, GROUPED, HEADED, NormNode, constant, resemble
 
 Change = Callable[[Sequence[np.ndarray]], np.ndarray]
 
@@ -28,34 +28,60 @@ def turn_weights(model: ir.Model) -> None:
 
 
 def pack_heads(model: ir.Model) -> None:
-    """Compute queries, keys and values by one product where nothing comes between it and the kernel.
+    """Compute queries, keys and values by one product, which the kernel takes where nothing comes between them.
 
     q = x W_q + b_q, k = x W_k + b_k, v = x W_v + b_v    ->    [q k v] = x [W_q W_k W_v] + [b_q b_k b_v]
+
+    Where norms come between, it is split.
     """
     for node in [n for n in model.graph if (n.domain, n.op_type) == (CONTRIB, HEADED)]:
         _scale(model, node)
         _biases(model.graph, node)
     for node in [n for n in model.graph if (n.domain, n.op_type) == (CONTRIB, GROUPED)]:
         _scale(model, node)
-        parts = [_product(value) for value in node.inputs[:3]]
+        ends = [_unnormed(value) for value in node.inputs[:3]]
+        parts = [_product(value) for value in ends]
         known = [part for part in parts if part is not None]
         if len(known) < 3 or len({part[0] for part in known}) > 1 or len({part[2] is None for part in known}) > 1:
             continue
         (x, first, bias), graph = known[0], model.graph
         weights, biases = [part[1] for part in known], [part[2] for part in known if part[2] is not None]
-        width = sum(sizes(weight)[1] for weight in weights)
+        widths = [sizes(weight)[1] for weight in weights]
         name = f"{first.name}_packed"
-        joined = stored_as(graph, weights, name, [sizes(first)[0], width], lambda held: np.concatenate(held, 1))
+        joined = stored_as(graph, weights, name, [sizes(first)[0], sum(widths)], lambda held: np.concatenate(held, 1))
         made = [ir.node("MatMul", [x, joined])]
         if bias is not None:
-            added = stored_as(graph, biases, f"{bias.name}_packed", [width], np.concatenate)
+            added = stored_as(graph, biases, f"{bias.name}_packed", [sum(widths)], np.concatenate)
             made.append(ir.node("Add", [made[0].outputs[0], added]))
         for each in made:
-            each.outputs[0].type, each.outputs[0].shape = x.type, ir.Shape([*(x.shape or ())[:-1], width])
-        graph.insert_before(node, made)
-        for index, value in enumerate((made[-1].outputs[0], None, None)):
-            node.replace_input_with(index, value)
+            each.outputs[0].type, each.outputs[0].shape = x.type, ir.Shape([*(x.shape or ())[:-1], sum(widths)])
+        if ends == list(node.inputs[:3]):
+            graph.insert_before(node, made)
+            for index, value in enumerate((made[-1].outputs[0], None, None)):
+                node.replace_input_with(index, value)
+        else:
+            _split(graph, made, [end for end in ends if end is not None], widths)
     RemoveUnusedNodesPass()(model)
+
+
+def _unnormed(value: ir.Value | None) -> ir.Value | None:
+    """Return what norms alone, of heads or of all channels, lie between and a value."""
+    while value is not None and (node := value.producer()) is not None and len(value.uses()) == 1:
+        if node.op_type != "Reshape" and NormNode.read(node) is None or len(node.outputs) > 1:
+            break
+        value = node.inputs[0]
+    return value
+
+
+def _split(graph: ir.Graph, made: list[ir.Node], ends: Sequence[ir.Value], widths: Sequence[int]) -> None:
+    """Put one product in front of the first of several, and let its pieces stand for them."""
+    taken = constant(graph, f"heads_{'_'.join(map(str, widths))}", np.array(widths, np.int64))
+    made = [*made, ir.node("Split", [made[-1].outputs[0], taken], {"axis": -1}, num_outputs=len(widths))]
+    producers = [end.producer() for end in ends]
+    graph.insert_before(next(node for node in graph if node in producers), made)
+    for end, piece in zip(ends, made[-1].outputs, strict=True):
+        piece.type, piece.shape = end.type, end.shape
+        end.replace_all_uses_with(piece)
 
 
 def _scale(model: ir.Model, node: ir.Node) -> None:
