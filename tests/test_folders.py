@@ -145,6 +145,21 @@ def test_what_only_changes_weights_stays_an_architecture_of_transformers(room: P
         assert not torch.equal(weights(target)[up], weights(room / "llama")[up])
 
 
+LESS_ONE = [(name, text) for name in ("gemma", "gemma2", "qwen3_next") for text in ("exact", "inference", "quantize")]
+
+
+@pytest.mark.parametrize(("name", "preset"), rows(LESS_ONE, sample=[("gemma2", "inference")]))
+def test_gains_stored_less_one(name: str, preset: str, tmp_path: Path) -> None:
+    """Norms that add one to their weights keep their class: what is written is what they compute with."""
+    model, inputs = zoo.build(name, head=True)
+    model.save_pretrained(tmp_path / "m")
+    want = model.double()(**inputs, use_cache=False).logits
+    report = lnr.rewrite_file(tmp_path / "m", lnr.Pipeline.preset(preset), tmp_path / "out", partial=True)
+    made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).double().eval()
+    got = made(**inputs, use_cache=False).logits
+    assert report.edits and (got - want).abs().max() < 3e-6 * want.abs().max()
+
+
 @pytest.mark.exhaustive
 def test_untying_a_head_is_written_and_what_a_class_ties_again_is_refused(room: Path) -> None:
     want = logits(opened(room / "gpt2"))

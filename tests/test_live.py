@@ -548,3 +548,49 @@ def test_buffers_are_as_they_were_whatever_is_done() -> None:
     first = made(**inputs).detach()
     assert made.calls == 1 and made.mean.any() and not torch.equal(made(**inputs), first)
     assert same_state(module, state)
+
+
+def defaulted() -> nn.Module:
+    """Return a net whose forward has defaults that are names of this function."""
+    temperature = torch.tensor(2.0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, t: Tensor = temperature, *, more: Tensor = temperature) -> Tensor:
+            return x + torch.tanh(self.up(self.norm(x))) / t * more
+
+    return Net().eval()
+
+
+def test_defaults_of_a_forward_stay_what_they_are() -> None:
+    """They were evaluated where the class was made, and are not again where its forward is edited."""
+    module, x = defaulted(), torch.randn(2, 5, 8)
+    was = python.signature(module.forward)
+    peri = lnr.convert(module, "peri", kwargs={"x": x}, live=True)
+    assert type(peri) is not type(defaulted()) and python.signature(peri.forward) == was
+    want = peri(x, torch.tensor(2.0), more=torch.tensor(2.0))
+    torch.testing.assert_close(peri(x), want)
+
+
+def test_undoing_a_rewrite_that_found_nothing_undoes_that_one() -> None:
+    module, x = defaulted(), torch.randn(2, 5, 8)
+    before = module(x)
+    lnr.rewrite(module, to="peri", kwargs={"x": x})
+    peri = module(x)
+    assert not lnr.rewrite(module, "untie", kwargs={"x": x}).edits
+    lnr.unrewrite(module)
+    torch.testing.assert_close(module(x), peri)
+    lnr.unrewrite(module)
+    torch.testing.assert_close(module(x), before)
+
+
+def test_a_parameter_that_a_forward_writes() -> None:
+    """A table whose rows are kept short, in place, as they are looked up."""
+    module = nn.Sequential(nn.Embedding(9, 8, max_norm=0.5), nn.LayerNorm(8), nn.Linear(8, 8)).eval()
+    ids = torch.randint(9, (2, 5))
+    program = lnr.capture(copy.deepcopy(module), (ids,))
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(ids), module(ids))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..compat.torch import pytree, tensors_in
@@ -99,6 +100,11 @@ def as_runnable(model: Runnable | nn.Module) -> Runnable:
 def floats(outputs: object) -> Outputs:
     """Return the floating point tensors of a tree of outputs, in order."""
     return real(tensors_in(outputs))
+
+
+def numbers(outputs: object) -> Outputs:
+    """Return the tensors of a tree of outputs, in order, complex ones as pairs of real numbers."""
+    return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors_in(outputs)]
 
 
 def incomparable(why: str) -> LnrewriteError:

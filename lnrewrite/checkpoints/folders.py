@@ -113,15 +113,16 @@ def _streamed(source: Source, job: Job, exact: bool) -> tuple[Report, Done] | No
         if name in recipe.neutral:
             dtype, shape = after.store.form(name)
             return [torch.full(shape, recipe.neutral[name], dtype=dtype)]
-        return after.store.pieces(known(name))
+        shift = recipe.shifted.get(name, 0.0)
+        return (piece + shift if shift else piece for piece in after.store.pieces(known(name)))
 
     def check(folder: Path) -> None:
-        """Open the folder without its weights; where its structure is new, run it and the plan, weights from disk."""
+        """Open the folder without its weights; where anything changed, run it and the plan, weights from disk."""
         again = empty_model(identify(str(folder), source.how), held.dtype)
         written = Weights.read(folder, again)
         if written is None:
             raise not_as_planned(source, "the written folder lacks weights that the network has")
-        if recipe.changes:
+        if after is not program:
             check_ties(source, module, again)
             now = Store({n: written.files[key] for n, key in written.keys.items()}, dict(again.named_buffers()))
             captured = capture_module(again.to("meta"), (), inputs, fixed).module

@@ -14,12 +14,12 @@ from functools import partial
 
 import torch
 
-from ..backends.outputs import Outputs, apart, real
+from ..backends.outputs import Outputs, apart
+from ..backends.running import numbers
 from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.widened import Read, Widened, doubled
-from ..compat.torch import tensors_in
 from ..pipeline.protocols import Batch
 from ..pipeline.results import Gap
 
@@ -82,11 +82,11 @@ def judged(error: float, noise: float) -> Gap:
 
 
 def _run(module: CapturedModule, batch: Batch, wide: bool, jitter: bool = False, read: Read | None = None) -> Outputs:
-    """Return a module's floating point outputs; what it draws at random is the same each time."""
+    """Return a module's outputs in float64; what it draws at random is the same each time."""
     inputs = flat_inputs(module, batch)
     if wide:
         inputs = [doubled(t) if isinstance(t, torch.Tensor) else t for t in inputs]
     with evaluating(module), quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         outputs = Widened(module, wide, jitter, read).run(*inputs, enable_io_processing=False)
-    return [t.double() for t in real(tensors_in(outputs))]
+    return [t.double() for t in numbers(outputs)]

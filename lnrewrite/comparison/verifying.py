@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ..backends.outputs import Outputs, difference
-from ..backends.running import Runnable, as_runnable, floats, incomparable
+from ..backends.running import Runnable, as_runnable, floats, incomparable, numbers
 from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.fixed import elsewhere, other_path
 from ..compat.torch import tensors_in
@@ -36,6 +37,9 @@ ACROSS = 2e-5
 HALF = 2e-2
 """The largest relative error between two ways to compute a model in float16 or bfloat16."""
 
+NOISE = 64
+"""The error in any output, in units of the last place of the largest of all, that is rounding."""
+
 PIECE = 2**22
 """Numbers that a measurement widens to float64 at a time."""
 
@@ -58,8 +62,9 @@ def verify(
     torch and ONNX, where constants were rounded to float32. A file with operators of lnrewrite is compared by their
     definitions; where their kernels are built, `kernels` says how far those are from them, as written. Returns the
     object of `verify --json`: verdict `equal` (bit by bit), `within` (the tolerance) or `different`, max_abs, max_rel
-    (max |a - b| / max |a|), cosine, shapes_tried, dtype (float32 where ONNX Runtime lacks a kernel for float64), notes
-    on the two programs. Raises LnrewriteError LN402 where the two cannot be compared.
+    (max |a - b| / max |a| of the output where it is largest; of integers and truth values the share that differs; what
+    is rounding of the largest output is none in a small one), cosine, shapes_tried, dtype (float32 where ONNX Runtime
+    lacks a kernel for float64), notes on the two programs. Raises LnrewriteError LN402 where they cannot be compared.
     """
     return compare(as_runnable(a), as_runnable(b), tolerance, seed, inputs).to_dict()
 
@@ -92,7 +97,8 @@ def proof(program: Runnable, candidate: nn.Module, bound: float, seed: int = 0) 
 
 
 def _compared(first: Runnable, second: Runnable, batches: Sequence[Batch], bound: float, dtype: str) -> Comparison:
-    worst, scale, dots, shapes = 0.0, 0.0, [0.0, 0.0, 0.0], []
+    errors, scales, shares = defaultdict[int, float](float), defaultdict[int, float](float), [0.0]
+    dots, shapes, whole = [0.0, 0.0, 0.0], [], 0.0
     for index, batch in enumerate(batches):
         try:
             one = _outputs(first, batch, "the reference")
@@ -104,15 +110,22 @@ def _compared(first: Runnable, second: Runnable, batches: Sequence[Batch], bound
         if len(one) != len(two) or any(x.shape != y.shape for x, y in zip(one, two, strict=True)):
             raise incomparable(f"outputs {_shapes(one)} and {_shapes(two)}")
         shapes.append(tuple(tensors_in(batch)[0].shape))
-        for x, y in zip(one, two, strict=True):
+        for place, (x, y) in enumerate(zip(one, two, strict=True)):
+            if not (x.is_floating_point() and y.is_floating_point()):
+                shares.append((x != y).double().mean().item() if x.numel() else 0.0)
+                whole = max(whole, (x.double() - y.double()).abs().max().item() if x.numel() else 0.0)
+                continue
             error, largest = difference(x, y)
-            worst, scale = max(worst, error), max(scale, largest)
+            errors[place], scales[place] = max(errors[place], error), max(scales[place], largest)
             x, y = (torch.nan_to_num(t.double(), 0.0, 0.0, 0.0) for t in (x, y))
             dots = [d + v.sum().item() for d, v in zip(dots, (x * y, x * x, y * y), strict=True)]
-    relative = worst / scale if scale else worst
-    verdict = Verdict.EQUAL if worst == 0 else Verdict.WITHIN if relative <= bound else Verdict.DIFFERENT
+    worst, scale = max(errors.values(), default=0.0), max(scales.values(), default=0.0)
+    noise = NOISE * torch.finfo(torch.float64 if dtype == "float64" else torch.float32).eps * scale
+    parts = [error / scales[place] if scales[place] else error for place, error in errors.items() if error > noise]
+    relative = max([worst / scale if scale else worst, *parts, *shares])
+    verdict = Verdict.EQUAL if worst == relative == 0 else Verdict.WITHIN if relative <= bound else Verdict.DIFFERENT
     norm = (dots[1] * dots[2]) ** 0.5
-    return Comparison(verdict, worst, relative, dots[0] / norm if norm else 1.0, tuple(shapes), dtype)
+    return Comparison(verdict, max(worst, whole), relative, dots[0] / norm if norm else 1.0, tuple(shapes), dtype)
 
 
 def check_tolerance(tolerance: str | float | None) -> float:
@@ -137,7 +150,7 @@ def check_tolerance(tolerance: str | float | None) -> float:
 
 def _outputs(model: Runnable, batch: Batch, who: str) -> Outputs:
     try:
-        return model.run(batch)
+        return numbers(model.call(batch))
     except (TypeError, RuntimeError, AssertionError, ValueError, LookupError, LnrewriteError) as why:
         raise incomparable(f"{who} does not run on the inputs ({why})") from why
 

@@ -156,5 +156,9 @@ def run(ops: Iterable[Op], values: Mapping[str, Floats], end: str) -> Floats:
         for op in ops:
             if op.kind not in RUN:
                 raise Unknown(op.kind)
-            known[op.name] = RUN[op.kind](op, *(known[i] if isinstance(i, str) else i for i in op.inputs))
+            inputs = [known[i] if isinstance(i, str) else i for i in op.inputs]
+            try:
+                known[op.name] = RUN[op.kind](op, *inputs)
+            except KeyError as lacks:  # an attribute that a backend does not tell
+                raise Unknown(op.kind) from lacks
     return np.asarray(known[end], dtype=np.float64)

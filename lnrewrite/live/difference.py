@@ -191,7 +191,9 @@ class Difference:
         """Put pieces in place of a child, which keeps its place where its own parameters can say the same."""
         found, path = self.norms.get(name), call.path
         if found and len(tail) == 1 and self.same(found, tail[0]):
-            has = dict(tail[0].params)
+            has, more = dict(tail[0].params), dict(tail[0].spec)["plus_one"]
+            if (gain := has.get("weight")) is not None and bool(more) != found.norm.plus_one:
+                self.recipe.shifted[gain] = 1.0 if more else -1.0
             for leaf, own in (("weight", found.norm.gamma), ("bias", found.norm.beta)):
                 if own and leaf not in has:
                     self.recipe.neutral[own] = float(leaf == "weight" and not found.norm.plus_one)

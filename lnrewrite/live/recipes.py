@@ -18,7 +18,8 @@ class Recipe:
     """Hold the changes of a module, and where parameters get their values.
 
     values: the graph's name of what a parameter with a new name holds. neutral: the number that a parameter is filled
-    with which no longer does anything.
+    with which no longer does anything. shifted: what is added to the values of a parameter, where its module adds one
+    to it and the graph no longer does.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -26,6 +27,7 @@ class Recipe:
         self.changes: list[Change] = []
         self.values: dict[str, str] = {}
         self.neutral: dict[str, float] = {}
+        self.shifted: dict[str, float] = {}
         self.placed: dict[Piece, str] = {}
         self.edits: dict[str, tuple[str, dict[int, Change]]] = {}
 

@@ -70,6 +70,9 @@ def rewrite(
     with unchanged(module):
         result = plan.run(program, calibrate, partial, seed, data=data, verify=verify)
     if result.program is program:
+        if RECORD in vars(module):  # it is what the next `unrewrite` undoes
+            with all_or_nothing(module, keep=undo) as log:
+                log.pipeline = str(plan)
         return result.report
     recipe = difference(module, program, result.program)
     with all_or_nothing(module, keep=undo) as log:
@@ -110,6 +113,8 @@ def carry_out(module: nn.Module, recipe: Recipe, source: nn.Module) -> None:
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
             origin = recipe.values.get(name, name)
             values = stored(source, origin)
+            if values is not None and name in recipe.shifted:
+                values = values + recipe.shifted[name]
             if name in recipe.neutral:
                 parameter.fill_(recipe.neutral[name])
             elif values is None:

@@ -227,7 +227,12 @@ def edited(cls: type[nn.Module], digest: str, edits: str) -> type:
 def _compiled(function: types.FunctionType, definition: ast.FunctionDef, name: str) -> types.FunctionType:
     """Compile a function's new definition with the globals and the enclosing values of the old; its source is kept."""
     free = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
-    definition.decorator_list = []
+    definition.decorator_list, definition.returns, given = [], None, definition.args
+    given.defaults = [ast.Constant(None) for _ in given.defaults]  # they were evaluated once, as annotations were
+    given.kw_defaults = [value and ast.Constant(None) for value in given.kw_defaults]
+    for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
+        if each is not None:
+            each.annotation = None
     enclosing: Any = ast.parse(f"def enclosing({', '.join(free)}):\n    return {definition.name}")
     enclosing.body[0].body.insert(0, definition)
     text = ast.unparse(ast.fix_missing_locations(enclosing))
@@ -235,7 +240,10 @@ def _compiled(function: types.FunctionType, definition: ast.FunctionDef, name: s
     flags = function.__code__.co_flags & __future__.annotations.compiler_flag
     code = compile(text, name, "exec", flags=flags, dont_inherit=True)
     inner = next(c for c in code.co_consts if isinstance(c, types.CodeType))
-    return types.FunctionType(inner, function.__globals__)(**free)
+    made: types.FunctionType = types.FunctionType(inner, function.__globals__)(**free)
+    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    made.__annotations__ = function.__annotations__
+    return made
 
 
 def _wrapped(outer: Any, function: types.FunctionType, new: types.FunctionType) -> types.FunctionType:

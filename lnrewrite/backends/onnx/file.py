@@ -44,16 +44,27 @@ def read(path: Path, name: str, inline: bool = True) -> ir.Model:
     rules.check()
     try:
         model = ir.serde.deserialize_model(proto)
-        ir.external_data.set_base_dir(model.graph, path.resolve().parent)
+        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+            ir.external_data.set_base_dir(graph, rules.root)
         if model.functions and inline:
             InlinePass()(model)
             model.metadata_props.pop(OPERATORS, None)
+        _unwrap(model.graph)
         TopologicalSortPass()(model)
         stand_apart(model)
         _unknown_sizes(model)
     except Exception as why:  # whatever a file that breaks a rule leads the library to
         raise rules.invalid(f"{type(why).__name__}: {why}") from why
     return model
+
+
+def _unwrap(graph: ir.Graph) -> None:
+    """Let what reads a stored value through Identity read it itself."""
+    for node in [n for n in graph if n.op_type == "Identity" and n.domain in ("", "ai.onnx")]:
+        value, same = node.inputs[0], node.outputs[0]
+        if value is not None and value.is_initializer() and not value.is_graph_input() and not same.is_graph_output():
+            ir.convenience.replace_all_uses_with(same, value)
+            graph.remove(node, safe=True)
 
 
 def _unknown_sizes(model: ir.Model) -> None:

@@ -206,6 +206,10 @@ def _gemm(node: NodeReader) -> Neutral:
     return ("linear" if node.attr("transB", 0) else "matmul"), (x, weight, bias), {}
 
 
+def _einsum(node: NodeReader) -> Neutral:
+    return "einsum", node.inputs, {"equation": str(node.attr("equation", "")).replace(" ", "")}
+
+
 def _conv(kind: str) -> Callable[[NodeReader], Neutral]:
     def rule(node: NodeReader) -> Neutral:
         padded = any(node.attr("pads") or ()) or str(node.attr("auto_pad", "NOTSET")).startswith("SAME")
@@ -217,7 +221,7 @@ def _conv(kind: str) -> Callable[[NodeReader], Neutral]:
 RULES: dict[str, Callable[[NodeReader], Neutral]] = {
     "ReduceMean": _reduce("mean"), "ReduceSum": _reduce("sum"), "ReduceL2": _reduce("vector_norm", ord=2),
     "ReduceSumSquare": _reduce("sum_square"), "LayerNormalization": _layer_norm("layer_norm"),
-    "LpNormalization": _length,
+    "LpNormalization": _length, "Einsum": _einsum,
     "RMSNormalization": _layer_norm("rms_norm"), "SimplifiedLayerNormalization": _layer_norm("rms_norm"),
     "BatchNormalization": _statistics("batch_norm"), "InstanceNormalization": _statistics("instance_norm"),
     "GroupNormalization": _statistics("group_norm"), "Clip": _clip, "Max": _max, "Sum": _sum,

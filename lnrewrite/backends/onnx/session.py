@@ -24,7 +24,7 @@ from ..inputs import check_names, fitted
 from ..running import Runnable
 from .double import doubled, is_in, widened
 from .file import bytes_of, whole, write
-from .lift import size
+from .lift import captured, size
 from .remote import Died, Failed, RemoteSession
 from .server import AS_IT_IS, LEVELS
 
@@ -40,6 +40,13 @@ def worked_out(model: ir.Model, name: str) -> NDArray[np.float64]:
     """Return the value in float64 of what initializers alone decide, by running what computes it."""
     part = model.clone()
     end = ir.convenience.create_value_mapping(part.graph, include_subgraphs=False)[name]
+    needed, todo = set[ir.Node](), [end]
+    while todo:
+        node = todo.pop().producer()
+        if node is not None and node not in needed:
+            needed.add(node)
+            todo += [value for value in (*node.inputs, *captured(node)) if value is not None]
+    part.graph.remove([node for node in part.graph if node not in needed])
     part.graph.inputs.clear()
     part.graph.outputs.clear()
     part.graph.outputs.append(end)

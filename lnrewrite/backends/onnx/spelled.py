@@ -105,8 +105,8 @@ def _scattered(graph: ir.Graph, node: ir.Node, place: Places) -> ir.Value | None
     if x.is_graph_output() or not _alike(x, node.outputs[0]) or not _weighed(x, f, place):
         return None
     zero = ir.tensor(np.zeros(1, x.dtype.numpy()), x.dtype)
-    shape = ir.node("Shape", [x], name=f"{node.name}.shape")
-    zeros = ir.node("ConstantOfShape", shape.outputs, {"value": zero}, name=f"{node.name}.zeros")
+    shape = ir.node("Shape", [x], name=f"{node.outputs[0].name}.shape")
+    zeros = ir.node("ConstantOfShape", shape.outputs, {"value": zero}, name=f"{node.outputs[0].name}.zeros")
     for made, kind in ((shape, ir.DataType.INT64), (zeros, x.dtype)):
         made.outputs[0].name, made.outputs[0].type = made.name, ir.TensorType(kind)
         graph.insert_before(node, made)
@@ -126,7 +126,7 @@ def _stacked(graph: ir.Graph, node: ir.Node, place: Places) -> ir.Value | None:
     if any(n is None or n.op_type != "Unsqueeze" or not _alike(n.inputs[0], old) for n in made):  # type: ignore[arg-type]
         return None
     x, f = (n.inputs[0] for n in made if n is not None)
-    return _stand(graph, node, ir.node("Add", [x, f], name=f"{node.name}.last"))
+    return _stand(graph, node, ir.node("Add", [x, f], name=f"{node.outputs[0].name}.last"))
 
 
 def _axes(node: ir.Node) -> list[int]:
@@ -152,10 +152,10 @@ def _replace(
 ) -> ir.Value:
     """Let `other` and what a new node gives, by an operator, stand for what a node gives."""
     old, made = node.outputs[0], first.outputs[0]
-    first.name, made.name = f"{node.name}.first", f"{old.name}.first"
+    first.name = made.name = f"{old.name}.first"
     made.shape, made.type = like.shape, like.type
     graph.insert_before(node, first)
-    return _stand(graph, node, ir.node(operator, [other, made], name=f"{node.name}.last"))
+    return _stand(graph, node, ir.node(operator, [other, made], name=f"{node.outputs[0].name}.last"))
 
 
 def _stand(graph: ir.Graph, node: ir.Node, *made: ir.Node) -> ir.Value:

@@ -233,7 +233,9 @@ def _own(module: CapturedModule) -> CapturedModule:
     copies: dict[int, torch.Tensor] = {}
     for owner, name in (holder_of(module, name) for name in module.kept):
         held = getattr(owner, name)
-        setattr(owner, name, copies.setdefault(id(held), held.clone()))
+        copy = held.detach().clone()
+        made = nn.Parameter(copy, held.requires_grad) if isinstance(held, nn.Parameter) else copy
+        setattr(owner, name, copies.setdefault(id(held), made))
     return module
 
 
