@@ -159,6 +159,7 @@ def test_norms_inside_attention_are_read_before_it(tmp_path: Path) -> None:
     program = lnr.load(path)
     assert program.inspect()["norms"]["total"] == len(report.norms) == 9
     assert lnr.verify(program, program)["verdict"] == "equal"
+    assert lnr.session(path).get_inputs()[0].name == "input_ids"
     model = read(path, "model")
     before = [n for n in model.graph if n.op_type == KERNELS[0]]
     assert not any(len(n.inputs) > 14 for n in before) and len(take_in(model)) == 4

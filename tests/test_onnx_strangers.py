@@ -16,7 +16,7 @@ EYE = np.eye(4, dtype=np.float32)
 
 
 def written(path: Path, body: str, held: dict[str, np.ndarray] | None = None) -> Path:
-    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18, "my" : 1]> {body}')
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18, "my" : 1, "com.microsoft" : 1]> {body}')
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in (held or {}).items())
     onnx.save(model, path)
     return path
@@ -130,3 +130,36 @@ def test_verify_hides_no_output(body: str, tmp_path: Path) -> None:
         programs.append(lnr.load(written(tmp_path / f"{name}.onnx", body, {"w": weight, "big": 1e12 * EYE[0]})))
     assert lnr.verify(programs[0], programs[0])["verdict"] == "equal"
     assert lnr.verify(*programs)["verdict"] == "different"
+
+
+def test_sparse_weights_are_told(tmp_path: Path) -> None:
+    model = onnx.load(written(tmp_path / "m.onnx", "g (float[n,4] x) => (float[n,4] y) { y = MatMul (x, w) }"))
+    values, indices = (
+        numpy_helper.from_array(np.ones(1, np.float32), "w"),
+        numpy_helper.from_array(np.zeros(1, np.int64)),
+    )
+    model.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(values, indices, [4, 4]))
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(lnr.LnrewriteError, match="LN030.*sparse"):
+        lnr.load(tmp_path / "m.onnx")
+
+
+PRODUCT = """g (float[n,s,4] x) => (float[n,s,4] y) { z = LayerNormalization (x, g)
+    f = com.microsoft.FusedMatMul <transB = 1, alpha = 0.5> (z, w) h = Relu (f) y = Add (x, h) }"""
+BERT = """g (int32[n,s] ids) => (float[n,s,4] y) {
+    x, mask = com.microsoft.EmbedLayerNormalization (ids, , w, p, , g, b)
+    f = com.microsoft.Attention <num_heads = 2> (x, qkv, bias, mask)
+    h = MatMul (f, w) t = Add (h, x) y = LayerNormalization (t, g, b) }"""
+
+
+@pytest.mark.parametrize(("body", "placement"), [(PRODUCT, "pre"), (BERT, "post")])
+def test_sizes_behind_operators_of_onnx_runtime(body: str, placement: str, tmp_path: Path) -> None:
+    """Files that declare no sizes inside are seen, and edited, as those that do."""
+    ones = {"g": np.full(4, 2, np.float32), "b": np.ones(4, np.float32)}
+    more = {"w": EYE, "p": EYE.repeat(16, 0), "qkv": np.tile(EYE, 3), "bias": np.zeros(12, np.float32)}
+    program = lnr.load(
+        written(tmp_path / "m.onnx", body, {k: v for k, v in {**ones, **more}.items() if f" {k}" in body})
+    )
+    assert program.inspect()["placement"] == placement
+    made = lnr.Pipeline.parse("place{to=peri}").run(program).program
+    assert made.inspect()["placement"] == "peri"

@@ -11,7 +11,7 @@ from .graph import CASTS, SHAPE, OpGraph
 
 WEIGHTED = frozenset({
     "linear", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv", "conv_transpose", "lstm", "gru", "cumsum",
-    "scaled_dot_product_attention", "_grouped_mm", "embedding_bag", "bilinear",
+    "scaled_dot_product_attention", "_grouped_mm", "embedding_bag", "bilinear", "gemm",
 })  # fmt: skip
 MIXING = frozenset({"scaled_dot_product_attention", "cumsum", "lstm", "gru", "conv", "conv_transpose"})
 POOLS = ("avg_pool", "max_pool", "adaptive_", "fft", "_fft", "roll")

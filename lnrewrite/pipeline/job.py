@@ -50,7 +50,9 @@ class Job:
         """Raise LnrewriteError where a result is not to be written: LN033, or a preset that could edit nothing."""
         check_paths(model, report.fixed_paths, self.accept_fixed_paths)
         if self.lenient and report.refusals and not report.edits:
-            raise LnrewriteError.of(report.refusals[0])
+            first, *more = report.refusals
+            why = f"nothing could be edited: {first.why}" + f" (and {len(more)} more)" * bool(more)
+            raise LnrewriteError(first.code, first.site, why, first.remedy or f"see `lnrewrite explain {first.code}`")
 
 
 def check_paths(model: str, fixed: Sequence[str], accept: bool) -> None:

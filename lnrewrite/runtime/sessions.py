@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import onnxruntime
 
+from ..backends.onnx.file import ONE_FILE, bytes_of, read, whole
+from ..backends.onnx.head_norms import GAINS
+from ..backends.onnx.norms import GROUPED
 from ..errors import Code, LnrewriteError, unknown
 from ..kernels.library import DOMAIN, register
 from ..loading.identify import identify
@@ -40,10 +45,21 @@ def session(
     if holds_operators(form.graph):
         register(options, name, target == "cuda")
     more = {} if target == "cpu" else {"enable_fallback": 0}
+    held = for_cpu(form.graph, name) if target == "cpu" else form.graph
     try:
-        return onnxruntime.InferenceSession(form.graph, options, providers=[PROVIDERS[target]], **more)
+        return onnxruntime.InferenceSession(held, options, providers=[PROVIDERS[target]], **more)
     except Exception as why:  # ONNX Runtime has no common base class of its errors
         raise does_not_run(name, why) from why
+
+
+def for_cpu(path: Path, name: str) -> Path | bytes:
+    """Return a file, or where its attention norms heads, which CUDA alone does, a model with these norms before it."""
+    nodes = onnx.load(path, load_external_data=False).graph.node
+    if not any(node.op_type == GROUPED and len(node.input) > max(GAINS) for node in nodes):
+        return path
+    model = read(path, name, inline=False)
+    content: bytes = ir.to_proto(whole(model)).SerializeToString() if bytes_of(model) <= ONE_FILE else b""
+    return content or path
 
 
 def holds_operators(path: str | os.PathLike[str]) -> bool:

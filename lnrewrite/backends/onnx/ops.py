@@ -206,6 +206,13 @@ def _gemm(node: NodeReader) -> Neutral:
     return ("linear" if node.attr("transB", 0) else "matmul"), (x, weight, bias), {}
 
 
+def _fused_matmul(node: NodeReader) -> Neutral:
+    batched = node.attr("transBatchA", 0) or node.attr("transBatchB", 0)
+    if batched or node.attr("transA", 0) or node.attr("alpha", 1.0) != 1:
+        return "gemm", node.inputs, {}
+    return ("linear" if node.attr("transB", 0) else "matmul"), node.inputs[:2], {}
+
+
 def _einsum(node: NodeReader) -> Neutral:
     return "einsum", node.inputs, {"equation": str(node.attr("equation", "")).replace(" ", "")}
 
@@ -237,6 +244,8 @@ def neutral(node: ir.Node) -> Neutral:
     if node.domain == CONTRIB:
         if name in QUANTISED:
             return "linear", (node.inputs[0] if node.inputs else None, None), {"quantised": True}
+        if name == "FusedMatMul":
+            return _fused_matmul(NodeReader(node))
         return CONTRIB_SAME.get(name, name.lower()), node.inputs, {}
     if node.domain not in STANDARD:
         return f"{node.domain}.{name}", node.inputs, {}

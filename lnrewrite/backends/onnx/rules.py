@@ -132,7 +132,10 @@ class Rules:
     def graph(self, graph: onnx.GraphProto, outer: frozenset[str], version: int) -> None:
         """Check a graph whose nodes may read the `outer` names too."""
         given = {v.name for v in graph.input} | {t.name for t in graph.initializer}
-        given |= {t.values.name for t in graph.sparse_initializer}
+        if graph.sparse_initializer:
+            raise self.invalid(
+                f"it stores {graph.sparse_initializer[0].values.name!r} as a sparse tensor, which is not read"
+            )
         made = [o for node in graph.node for o in node.output if o]
         times = Counter([*given, *made])
         if twice := next((o for o in made if times[o] > 1), None):
@@ -146,9 +149,6 @@ class Rules:
         for tensor in graph.initializer:
             self.tensor(tensor)
             self.agrees(tensor, declared.get(tensor.name))
-        for sparse in graph.sparse_initializer:
-            self.tensor(sparse.values)
-            self.tensor(sparse.indices)
         self.nodes(graph.node, known, version)
 
     def nodes(self, nodes: Iterable[onnx.NodeProto], known: Iterable[str], version: int) -> None:

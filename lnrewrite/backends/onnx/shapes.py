@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from .norms import CONTRIB
-from .widths import told_by_gains, told_by_heads, told_by_products, told_by_reshapes
+from .widths import told_by_gains, told_by_heads, told_by_products, told_by_reshapes, told_by_sublayers
 
 LIKE_FIRST = {
     ("", "LayerNormalization"): 3, ("", "SimplifiedLayerNormalization"): 2, (CONTRIB, "FastGelu"): 2,
@@ -20,7 +20,7 @@ LIKE_FIRST = {
 """Operators whose first output has their first input's shape, with the number of inputs that they may have."""
 
 
-TOLD = told_by_reshapes, told_by_products, told_by_heads, told_by_gains
+TOLD = told_by_reshapes, told_by_products, told_by_sublayers, told_by_heads, told_by_gains
 
 
 def infer_shapes(model: ir.Model) -> None:

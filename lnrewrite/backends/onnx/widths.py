@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from .norms import GROUPED
+from .norms import CONTRIB, GROUPED
 
 OWN = {"Sub", "Div", "Mul", "Cast"}
 OPERATORS = {"LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization"}
@@ -57,6 +57,25 @@ def told_by_reshapes(graph: ir.Graph) -> bool:
     return found
 
 
+def told_by_sublayers(graph: ir.Graph) -> bool:
+    """Write the shapes of ONNX Runtime's operators for embeddings and attention of a BERT; return if there were any."""
+    found = False
+    for node in graph:
+        if node.domain != CONTRIB or node.op_type not in ("Attention", "EmbedLayerNormalization"):
+            continue
+        embeds = node.op_type != "Attention"
+        x, weight = node.inputs[0], node.inputs[2 if embeds else 1]
+        if node.outputs[0].shape is not None or x is None or x.shape is None or weight is None or not weight.shape:
+            continue
+        width, sizes = weight.shape[-1], node.attributes.get_ints("qkv_hidden_sizes", ())
+        if not embeds:
+            width = sizes[2] if len(sizes) == 3 else int(width) // 3 if isinstance(width, int) else None
+        node.outputs[0].shape = ir.Shape([*(x.shape if embeds else x.shape[:-1]), width])
+        node.outputs[0].type = node.outputs[0].type or weight.type
+        found = True
+    return found
+
+
 def told_by_products(graph: ir.Graph) -> bool:
     """Write the shapes of ONNX Runtime's FusedMatMul, which transposes its factors; return whether there were any."""
     found = False
@@ -65,7 +84,7 @@ def told_by_products(graph: ir.Graph) -> bool:
         if node.op_type != "FusedMatMul" or node.outputs[0].shape is not None or batched:
             continue
         shapes = [list(v.shape) if v is not None and v.shape is not None else [] for v in node.inputs[:2]]
-        if len(shapes) < 2 or len(shapes[0]) != len(shapes[1]) or len(shapes[0]) < 2:
+        if len(shapes) < 2 or len(shapes[1]) not in (2, len(shapes[0])) or len(shapes[0]) < 2:
             continue
         a, b = shapes
         rows, columns = (node.attributes.get_int(name, 0) for name in ("transA", "transB"))
