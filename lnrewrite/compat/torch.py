@@ -77,8 +77,8 @@ def tensors_in(tree: object) -> list[torch.Tensor]:
 
 
 def sizes_of(value: torch.Tensor) -> tuple[int | str, ...]:
-    """Return a traced tensor's sizes: a number, or the name of one that is free; torch.export leaves symbols of one."""
-    return tuple(int(text) if (text := str(size)).isdigit() else text for size in value.shape)
+    """Return a traced tensor's sizes: numbers, and names of those that are free."""
+    return tuple(size if isinstance(size, int) else str(size) for size in value.shape)
 
 
 def input_tree(module: fx.GraphModule) -> TreeSpec:

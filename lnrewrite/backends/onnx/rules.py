@@ -216,7 +216,7 @@ class Rules:
             raise bad(f"its data are at {location!r}, outside the folder of the model")
         file = self.root / location
         linked = self.path.parent / location
-        if not file.exists() and self.path.is_symlink() and not astray(linked, [self.root]):
+        if self.path.is_symlink() and not astray(linked, [self.root]) and not file.exists():
             file = linked.resolve()  # the hub's cache links a model and its data into one folder, under other names
             location = str(file.relative_to(self.root))
             next(entry for entry in tensor.external_data if entry.key == "location").value = location

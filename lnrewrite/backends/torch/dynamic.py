@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -40,47 +40,53 @@ def _auto(value: object) -> Axes:
 
 def dynamic(module: nn.Module, args: Args, kwargs: Kwargs, notes: list[str], trace: Trace) -> CapturedModule:
     """Export with as many dynamic axes as hold: batch and sequence, batch alone, none."""
-    every = pytree.tree_map(_auto, (args, kwargs))
+    every, fixed = pytree.tree_map(_auto, (args, kwargs)), list[str]()
     batch = pytree.tree_map_only(torch.Tensor, lambda t: {0: Dim.AUTO} if t.dim() else None, (args, kwargs))
     batch = pytree.tree_map(
         lambda v: v if isinstance(v, dict) else None,
         batch,
         is_leaf=lambda v: isinstance(v, dict) and bool(v) and all(isinstance(k, int) for k in v),
     )
-    why = "torch.export found no other size that the model takes"
-    for spec in (every, batch):
+    why, specs = "", [every, batch]
+    while specs:
+        spec = specs.pop(0)
         try:
             captured = trace((*spec[0], *spec[1].values()))
         except Exception as error:  # torch.export may raise anything, and so may the module
             why = f"with other sizes {one_line(told(error)):.160}"
             continue
-        if spec is every and (formulas := _tangled(captured)) > TANGLED:
+        if spec is not batch and (formulas := _tangled(captured)) > TANGLED:
             why = f"{formulas} shapes depend on it by remainders, too many to follow"
-            continue
-        fixed = _fixed(captured)
-        if fixed is None:
             continue
         if holds(module, captured, args, kwargs):
             notes += [f"the sequence length is fixed: {why}"] if spec is batch else fixed
             return captured
         why = "the model did not run, or differed, at a second size"
+        if spec is every and (fixed := _numbers(captured)):
+            leaves = iter(placeholders(captured))
+            specs.insert(0, pytree.tree_map(lambda value, held=leaves: _free(value, held), (args, kwargs)))
     captured = trace(None)
     notes.append(f"batch and sequence length are fixed: {why}")
     return captured
 
 
-def _fixed(captured: CapturedModule) -> list[str] | None:
-    """Return notes on the batch sizes and lengths that are one number, None where no batch size is free."""
+def _numbers(captured: CapturedModule) -> list[str]:
+    """Return notes on the axes of which torch.export made a number, and left it as a symbol."""
     found = [n for n in captured.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
-    sizes = {node.target: sizes_of(node.meta["val"])[: 2 if node.meta["val"].dim() < 4 else 1] for node in found}
-    if not any(isinstance(size, str) for taken in sizes.values() for size in taken[:1]):
-        return None
+    sizes = [(node.target, axis, size) for node in found for axis, size in enumerate(sizes_of(node.meta["val"]))]
     return [
-        f"axis {axis} of {name} is fixed at {size}: torch.export found no other size that the model takes"
-        for name, taken in sizes.items()
-        for axis, size in enumerate(taken)
-        if isinstance(size, int)
+        f"axis {axis} of {name} is fixed at {size}"
+        for name, axis, size in sizes
+        if str(size).isdigit() and not isinstance(size, int)
     ]
+
+
+def _free(value: object, held: Iterator[torch.Tensor]) -> Axes:
+    """Mark axes of a tensor as dynamic but those of which torch.export made a number."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes = sizes_of(next(held))
+    return {axis: Dim.AUTO for axis in _auto(value) or () if not str(sizes[axis]).isdigit()}
 
 
 def _tangled(captured: CapturedModule) -> int:
