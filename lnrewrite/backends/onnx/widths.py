@@ -67,9 +67,10 @@ def told_by_sublayers(graph: ir.Graph) -> bool:
         x, weight = node.inputs[0], node.inputs[2 if embeds else 1]
         if node.outputs[0].shape is not None or x is None or x.shape is None or weight is None or not weight.shape:
             continue
-        width, sizes = weight.shape[-1], node.attributes.get_ints("qkv_hidden_sizes", ())
-        if not embeds:
-            width = sizes[2] if len(sizes) == 3 else int(width) // 3 if isinstance(width, int) else None
+        held, sizes = weight.shape[-1], node.attributes.get_ints("qkv_hidden_sizes", ())
+        width = held if isinstance(held, int) else None
+        if not embeds and width is not None:
+            width = sizes[2] if len(sizes) == 3 else width // 3
         node.outputs[0].shape = ir.Shape([*(x.shape if embeds else x.shape[:-1]), width])
         node.outputs[0].type = node.outputs[0].type or weight.type
         found = True
