@@ -145,7 +145,7 @@ def test_what_only_changes_weights_stays_an_architecture_of_transformers(room: P
         assert not torch.equal(weights(target)[up], weights(room / "llama")[up])
 
 
-LESS_ONE = [(name, text) for name in ("gemma", "gemma2", "qwen3_next") for text in ("exact", "inference", "quantize")]
+LESS_ONE = [(name, text) for name in ("gemma", "gemma2", "gemma3_text") for text in ("exact", "inference", "quantize")]
 
 
 @pytest.mark.parametrize(("name", "preset"), rows(LESS_ONE, sample=[("gemma2", "inference")]))
