@@ -16,6 +16,7 @@ from torch.export import Dim
 
 from .backends.torch.cached import generates
 from .backends.torch.capture import Capture, capture_module, from_program
+from .backends.torch.module import copied
 from .backends.torch.served import no_cache
 from .compat.torch import pytree
 from .data.batches import reader_of
@@ -147,7 +148,7 @@ def export_model(
 
 def _living(module: nn.Module, kv_cache: bool | None, folder: bool) -> Program | InParts:
     """Capture a living module for export, as `export_model` takes it."""
-    notes: tuple[str, ...] = ()
+    notes, module = tuple[str, ...](), copied(module, torch.device("cpu"))
     if kv_cache is not False:
         if not isinstance(made := _served(module, bool(kv_cache), folder=folder), str):
             return made

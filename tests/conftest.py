@@ -92,16 +92,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def onnx_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convert a program to ONNX once for each opset; what is done with the model is not shared."""
+    """Convert a program to ONNX once for each opset and set of kernels; what is done with the model is not shared."""
     from lnrewrite.models.program import Program
 
     real = Program.to_onnx
 
     def to_onnx(self: Program, opset: int | None = None, *, kernels: Any = ()) -> Any:
-        made = CONVERTED.setdefault(self, {})
-        if opset not in made:
-            made[opset] = real(self, opset)
-        return made[opset].clone()
+        made, how = CONVERTED.setdefault(self, {}), (opset, frozenset(kernels))
+        if how not in made:
+            made[how] = real(self, opset, kernels=kernels)
+        return made[how].clone()
 
     monkeypatch.setattr(Program, "to_onnx", to_onnx)
 
@@ -159,7 +159,7 @@ def fitted_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     monkeypatch.setattr(Program, "fitted", fitted)
 
 
-CONVERTED: WeakKeyDictionary[Any, dict[int | None, Any]] = WeakKeyDictionary()
+CONVERTED: WeakKeyDictionary[Any, dict[tuple[int | None, frozenset[str]], Any]] = WeakKeyDictionary()
 DEMO: list[Any] = []
 
 

@@ -95,8 +95,8 @@ def test_bf16_is_written_and_proved_as_far_as_the_cpu_goes(programs: Programs, t
 def test_the_rest_of_the_graph_is_fused_for_cuda(programs: Programs, tmp_path: Path) -> None:
     report = programs["gpt2"].export(tmp_path / "m.onnx", target="cuda")
     counts = operators(tmp_path / "m.onnx")
-    assert counts["MultiHeadAttention"] == 1 and counts["SkipLayerNormalization"] == 3
-    assert any("MultiHeadAttention" in note for note in report.notes)
+    assert counts["Attention"] == 1 and counts["SkipLayerNormalization"] == 3 and not counts["Softmax"]
+    assert "attention: 1 Attention" in report.notes
     names = {i.name for i in onnx.load(tmp_path / "m.onnx").graph.initializer}
     assert "transformer.h.0.attn.c_attn.weight" in names
 

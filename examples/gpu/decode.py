@@ -45,7 +45,7 @@ TYPES = {
 }  # fmt: skip
 
 
-def network(small: bool) -> Any:
+def network(family: str, small: bool) -> Any:
     """Build the model with random weights; `small` shrinks it, to try the script out."""
     import transformers
 
@@ -55,26 +55,27 @@ def network(small: bool) -> Any:
         sizes |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True)).eval()
+    config = transformers.AutoConfig.for_model(family, **sizes, tie_word_embeddings=True)
+    return transformers.AutoModelForCausalLM.from_config(config).bfloat16().eval()  # 16 GB of memory are enough so
 
 
-def ours(folder: Path, placement: str, fuse: str, small: bool) -> Path:
+def ours(folder: Path, placement: str, fuse: str, family: str, small: bool) -> Path:
     """Write lnrewrite's export of the model, converted or not."""
     import lnrewrite as lnr
 
-    model = network(small)
+    model = network(family, small)
     if placement != "pre":
         model = lnr.convert(model, placement, kwargs={"input_ids": torch.arange(12).reshape(2, 6)}, live=True)
     lnr.export_model(model, made := folder / "model.onnx", target="cuda", dtype="fp16", fuse=fuse, verify=False)
     return made
 
 
-def builder(folder: Path, small: bool) -> Path:
+def builder(folder: Path, family: str, small: bool) -> Path:
     """Write what onnxruntime-genai's builder makes of the same checkpoint."""
     import tokenizers
     import transformers
 
-    network(small).half().save_pretrained(source := folder / "checkpoint")
+    network(family, small).half().save_pretrained(source := folder / "checkpoint")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"w0": 0, "w1": 1}, "w0"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(source)
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", source, "-o", folder / "built"]
@@ -184,8 +185,9 @@ def main() -> None:
 
 @main.command()
 @click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--family", default="llama", show_default=True, help="A model_type of transformers, in the same shape.")
 @click.option("--small", is_flag=True, help="A tiny model, to try the script out.")
-def prepare(folder: Path, small: bool) -> None:
+def prepare(folder: Path, family: str, small: bool) -> None:
     """Write all forms into FOLDER, without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     for form, how in FORMS.items():
@@ -194,7 +196,8 @@ def prepare(folder: Path, small: bool) -> None:
         click.echo(form, err=True)
         with tempfile.TemporaryDirectory() as temporary:
             place = Path(temporary)
-            closed(ours(place, *how, small) if how else builder(place, small), target, 32 if small else 64)
+            made = ours(place, *how, family, small) if how else builder(place, family, small)
+            closed(made, target, 32 if small else 64)
 
 
 @main.command()

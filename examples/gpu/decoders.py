@@ -72,7 +72,7 @@ def record(folder: Path, family: str, placement: str, fuse: str, dtype: str) -> 
         "sliding_window": 5,
         **dict.fromkeys(("num_attention_heads", "n_head"), 4), **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
     }  # fmt: skip
-    config = transformers.AutoConfig.for_model(family, **{k: v for k, v in sizes.items() if hasattr(config, k)})
+    config = transformers.AutoConfig.for_model(family, **{k: v for k, v in sizes.items() if k in config.to_dict()})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

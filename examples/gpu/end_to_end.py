@@ -103,7 +103,8 @@ def optimizer(source: Path, target: Path, config: Any) -> None:
     from onnxruntime.transformers.optimizer import optimize_model
 
     kind = {"bert": "bert", "gpt2": "gpt2"}.get(config.model_type, "gpt2")
-    found = optimize_model(str(source), model_type=kind, num_heads=0, hidden_size=0, use_gpu=True)
+    sizes = {"num_heads": config.num_attention_heads, "hidden_size": config.hidden_size}
+    found = optimize_model(str(source), model_type=kind, **sizes, use_gpu=True)
     found.save_model_to_file(str(target), use_external_data_format=True)
 
 

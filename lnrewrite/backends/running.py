@@ -15,6 +15,7 @@ from ..errors import Code, LnrewriteError
 from ..pipeline.protocols import Batch
 from .outputs import Outputs, real
 from .torch.capture import quiet, unchanged
+from .torch.module import brought
 from .torch.widened import Float64, doubled, in_float64
 
 
@@ -77,6 +78,7 @@ class TorchRunnable(Runnable):
 
     def call(self, batch: Batch) -> object:
         """Return what the module gives for a batch."""
+        batch = brought(batch, self.module)
         if self.wide:
             batch = pytree.tree_map_only(Tensor, doubled, batch)
         with unchanged(self.module), quiet(), Float64() if self.wide else nullcontext():

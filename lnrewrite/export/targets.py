@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ..backends.onnx.norms import EXPERTS, GROUPED, HEADED, LAYER, NORMED, RMS, SKIP, UNBIASED
+from ..backends.onnx.norms import EXPERTS, GROUPED, HEADED, LAYER, NORMED, PACKED, RMS, SKIP, UNBIASED
 
 DECOMPOSED = "decomposed"
 
@@ -30,8 +30,8 @@ for versions before 12 alone (ArgMax, ArgMin)."""
 
 
 KERNELS = {
-    ("cpu", "fp32"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp32"): (HEADED, EXPERTS),
-    ("cpu", "fp16"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp16"): (GROUPED, UNBIASED, NORMED, HEADED, EXPERTS),
+    ("cpu", "fp32"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp32"): (HEADED, PACKED, EXPERTS),
+    ("cpu", "fp16"): (GROUPED, HEADED, EXPERTS), ("cuda", "fp16"): (GROUPED, UNBIASED, NORMED, HEADED, PACKED, EXPERTS),
     ("cpu", "bf16"): (GROUPED,), ("cuda", "bf16"): (GROUPED, UNBIASED, NORMED, EXPERTS),
 }  # fmt: skip
 """The kernels of attention and of experts that ONNX Runtime has for a target and type."""

@@ -18,7 +18,7 @@ from ..backends.onnx.double import is_in, widened
 from ..backends.onnx.file import data_names, read, stamp, write
 from ..backends.onnx.head_norms import take_in
 from ..backends.onnx.lift import lift
-from ..backends.onnx.norms import EXPERTS, GROUPED, NORMED
+from ..backends.onnx.norms import EXPERTS, GROUPED, HEADED, NORMED, PACKED
 from ..backends.onnx.raising import STANDARD, raise_norms
 from ..backends.onnx.session import runnable
 from ..backends.running import Runnable
@@ -84,8 +84,13 @@ def export(
     bound = TOLERANCE["fp16" if program.in_half and dtype == "fp32" else dtype]
     LOGGER.info("translating to ONNX")
     able = kernels(target, dtype, version("onnxruntime")) if optimize == "auto" else ()
+    if quantize:  # it finds the weights of products alone
+        able = tuple(name for name in able if name != PACKED)
     model = program.to_onnx(opset, kernels=able)
     left, notes = raised(model, program.network), list(program.notes)
+    attentions = Counter(node.op_type for node in model.graph if node.op_type in (PACKED, HEADED) and node.domain)
+    if PACKED in able and attentions:
+        notes.append(f"attention: {', '.join(f'{count} {name}' for name, count in sorted(attentions.items()))}")
     if optimize == "auto":
         LOGGER.info("fusing the rest of the graph")
         model, more = fuse_groups(model, target, lambda made: wrong(program, made, bound))

@@ -40,9 +40,7 @@ def program_of(model: Program | nn.Module, kwargs: Mapping[str, object] | None, 
     Without a device it stays where it is, and so does a program without numbers.
     """
     if isinstance(model, Program):
-        if device is not None and not model.empty:
-            model.module().to(device)
-        return model
+        return model if device is None else model.on(device)
     if device is not None:
         model.to(device)
     if not is_living(model):

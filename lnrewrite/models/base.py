@@ -218,6 +218,10 @@ class GraphModel(Exportable, Generic[StoredT]):
     def example_inputs(self) -> Example:
         """Return inputs that the model accepts, by name."""
 
+    def placed(self, batch: Batch) -> Batch:
+        """Return a batch where the model runs."""
+        return batch
+
     def trials(self, seed: int) -> Sequence[Batch]:
         """Return inputs to compare by: made up, of two sizes; the example inputs where those take another path."""
         try:

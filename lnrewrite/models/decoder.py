@@ -56,18 +56,15 @@ class Served(Program):
 
     def to_onnx(self, opset: int | None = None, *, kernels: Collection[str] = ()) -> ir.Model:
         """Return the model in ONNX, with attention as those of ONNX Runtime's kernels that are named compute it."""
-        from ..backends.onnx.columns import gather_columns
         from ..backends.onnx.export import OPSET, to_onnx
-        from ..backends.onnx.flattening import keep_tokens_apart
         from ..backends.onnx.interface import name_part
-        from ..backends.onnx.packing import pack_heads, turn_weights, unturned_norms
+        from ..backends.onnx.tidying import tidy
 
         c, found = self._capture, self.detection
         prepare = partial(self.prepare, kernels=kernels)
         model = to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
         self.dropped = name_part(model, self.part)
-        for tidy in (keep_tokens_apart, turn_weights, unturned_norms, gather_columns, pack_heads):
-            tidy(model)
+        tidy(model)
         return model
 
     def prepare(self, module: CapturedModule, kernels: Collection[str]) -> None:

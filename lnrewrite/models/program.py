@@ -19,7 +19,7 @@ from ..backends.torch.capture import Capture, capture_module, export_again, quie
 from ..backends.torch.editor import FxEditor
 from ..backends.torch.fixed import fixed_paths
 from ..backends.torch.lift import lift
-from ..backends.torch.module import Called, CapturedModule, move, stored, with_plain_outputs
+from ..backends.torch.module import Called, CapturedModule, brought, home, move, stored, with_plain_outputs
 from ..backends.torch.widened import is_narrow, worked_out
 from ..comparison.proving import Evidence, away, evidence
 from ..compat.torch import sizes_of
@@ -88,7 +88,7 @@ class Program(GraphModel[torch.Tensor]):
         """Return, for each input, its dynamic axes and the names of their sizes."""
         nodes = [n for n in self._capture.module.graph.nodes if n.op == "placeholder"]
         shapes = [sizes_of(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        axes = [{i: size for i, size in enumerate(shape) if isinstance(size, str)} for shape in shapes]
+        axes = [{i: s for i, s in enumerate(shape) if isinstance(s, str) and not s.isdigit()} for shape in shapes]
         return dict(zip(self.example_inputs(), axes, strict=False))
 
     def is_ones(self, param: str) -> bool:
@@ -134,6 +134,21 @@ class Program(GraphModel[torch.Tensor]):
         if onto is not None:
             move(module, onto)
         return Program(replace(self._capture, module=module), format=self.format, tokenizer=self.tokenizer)
+
+    def on(self, device: torch.device) -> Program:
+        """Return this model on a device: itself where it is there, holds no numbers, or lies on many."""
+        if self.empty or home(self._capture.module) in (device, None):
+            return self
+        made = self.remade(lambda _, parameter: parameter.detach().to(device), device)
+        made.module().to(device)
+        c = made._capture
+        args, kwargs = brought((c.args, c.kwargs), c.module)
+        return Program(replace(c, args=args, kwargs=kwargs), format=self.format, tokenizer=self.tokenizer)
+
+    def placed(self, batch: Batch) -> Batch:
+        """Return a batch on the device of the model."""
+        found: Batch = brought(batch, self._capture.module)
+        return found
 
     def shape(self, param: str) -> tuple[int, ...]:
         """Return a parameter's shape."""
@@ -249,19 +264,25 @@ class Program(GraphModel[torch.Tensor]):
 
         Raises LnrewriteError LN501 where torch.onnx has no translation, LN503 for an opset that cannot be written.
         """
-        from ..backends.onnx.experts import mix_with
+        from ..backends.onnx.caching import attend_with
         from ..backends.onnx.export import OPSET, to_onnx
+        from ..backends.onnx.norms import EXPERTS, PACKED
+        from ..backends.onnx.tidying import tidy
 
         c, found = self._capture, self.detection
-        prepare = partial(mix_with, kernels=kernels)
-        return to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
+        able = kernels if PACKED in kernels else {EXPERTS}.intersection(kernels)
+        prepare = partial(attend_with, kernels=able, unread=False)
+        model = to_onnx(c.module, c.args, c.kwargs, found.norms, found.names, opset or OPSET, prepare)
+        if PACKED in kernels:
+            tidy(model, whole=True)
+        return model
 
     def export(self, path: str | os.PathLike[str], **how: Any) -> Report:
         """Write the model as ONNX with the best norm forms of a target; see `lnrewrite.export.writer.export`."""
         need_onnx(str(path))
         from ..export.writer import export
 
-        return export(self, path, **how)
+        return export(self.on(torch.device("cpu")), path, **how)
 
     def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
         """Write the model: a torch.export archive that loads with torch alone or, named .onnx, a generic ONNX model.

@@ -38,7 +38,7 @@ class Feed:
         for batch in batches:
             if not isinstance(batch, (Mapping, tuple, list)):
                 self._refuse(f"a batch is a {type(batch).__name__}")
-        return batches
+        return [self.program.placed(batch) for batch in batches]
 
     def _refuse(self, why: str) -> NoReturn:
         what = f"calibration data {self.name}" if self.name else "calibration data"

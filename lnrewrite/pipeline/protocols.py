@@ -136,6 +136,10 @@ class Model(Protocol):
         """Carry the edits out and return the new program with their number; `consume` may use this one up."""
         ...
 
+    def placed(self, batch: Batch) -> Batch:
+        """Return a batch where the model runs."""
+        ...
+
     def samples(self, batches: Sequence[Batch]) -> Mapping[str, Samples]:
         """Run the model on the batches and return what each block saw and did."""
         ...

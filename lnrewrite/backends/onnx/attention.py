@@ -35,11 +35,15 @@ def attention(
     return torch.softmax(scores, -1) @ value
 
 
-def unhidden(y: torch.Tensor, mask: torch.Tensor, turned: bool) -> torch.Tensor:
+def sees(mask: torch.Tensor) -> torch.Tensor:
+    """Return which rows of a mask [b, h, q, k], True or above -inf where a key is seen, see any: [b, h, q, 1]."""
+    return mask.any(-1, keepdim=True) if _boolean(mask) else mask.amax(-1, keepdim=True) > -torch.inf
+
+
+def unhidden(y: torch.Tensor, seeing: torch.Tensor, turned: bool) -> torch.Tensor:
     """Zero attention's result y where a row sees nothing: [b, h, q, d] or, `turned`, [b, q, h, d] or [b, q, h * d]."""
-    sees = mask.any(-1, keepdim=True) if _boolean(mask) else mask.amax(-1, keepdim=True) > -torch.inf
-    sees = sees.transpose(1, 2) if turned else sees
-    return torch.where(sees.squeeze(-1) if turned and y.dim() == 3 else sees, y, 0)
+    seeing = seeing.transpose(1, 2) if turned else seeing
+    return torch.where(seeing.squeeze(-1) if turned and y.dim() == 3 else seeing, y, 0)
 
 
 def _boolean(mask: torch.Tensor) -> bool:

@@ -8,7 +8,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx
 
+from ..torch.evaluating import on_data
 from ..torch.module import CapturedModule, register
+from .attention import sees, unhidden
 from .experts import mix_with
 from .heads import MASK, Attention, find, same
 from .kernel_calls import apart, attend, attend_heads, bias, flat, lengths, merged, turned
@@ -21,9 +23,13 @@ COS, SIN = "cos_cache", "sin_cache"
 """The names of the tables of rotary embedding."""
 
 
-def attend_with(module: CapturedModule, kernels: Collection[str]) -> None:
-    """Write the attentions of a part without rotary embedding, and experts, as the kernels compute them, in place."""
+def attend_with(module: CapturedModule, kernels: Collection[str], unread: bool = True) -> None:
+    """Write attentions without rotary embedding, and experts, as the kernels compute them, in place.
+
+    unread: nothing reads what rows give that see nothing; otherwise it is zero, as torch's.
+    """
     writing = _Writing(module)
+    writing.read = set() if unread else on_data(module.graph)
     for each in list(find(module.graph, kernels)):
         writing.one(each)
     _finish(module, kernels)
@@ -96,6 +102,8 @@ class _Writing:
         positions: fx.Node | None = None,
     ) -> None:
         self.module, self.graph, self.ids, self.mask, self.positions = module, module.graph, ids, mask, positions
+        self.read: set[fx.Node] = set()  # data, where what is made for rows that see nothing is read
+        self.shown: dict[fx.Node, fx.Node] = {}
         self.lengths: list[fx.Node] = []
         self.biases: dict[fx.Node, fx.Node] = {}
         self.tables: list[tuple[Rotation, str, str]] = []
@@ -111,11 +119,16 @@ class _Writing:
             new.meta["val"] = old.meta["val"]
             for user in [u for u in old.users if u.op == "output"]:
                 user.replace_input_with(old, new)
-        end = _merging(node)
-        if end is None:
-            with graph.inserting_before(node):
+        merging = _merging(node)
+        flat, seeing = merging is not None, self.seeing(found)
+        if seeing is not None and str(seeing.meta["val"].shape[1]) != "1":
+            flat = False  # each head has its own
+        with graph.inserting_before(node):
+            if not flat:
                 outputs[0] = graph.call_function(apart, (outputs[0], value.shape[1]))
-            end = node
+            if seeing is not None:
+                outputs[0] = graph.call_function(unhidden, (outputs[0], seeing, flat))
+        end = merging if merging is not None and flat else node
         outputs[0].meta["val"] = end.meta["val"]
         end.replace_all_uses_with(outputs[0])
 
@@ -192,6 +205,17 @@ class _Writing:
         if mask not in self.biases:
             self.biases[mask] = self.graph.call_function(bias, (mask, found.parts.q))
         return self.biases[mask]
+
+    def seeing(self, found: Attention) -> fx.Node | None:
+        """Return which rows see anything, one for all layers that have a mask; None where that is not asked."""
+        mask = found.parts.mask
+        if mask is None or mask not in self.read:
+            return None
+        if mask not in self.shown:
+            with self.graph.inserting_after(mask):
+                self.shown[mask] = made = self.graph.call_function(sees, (mask,))
+            made.meta["val"] = mask.meta["val"][..., :1]
+        return self.shown[mask]
 
     def table(self, turn: Rotation) -> tuple[str, str]:
         """Return the names of a rotation's tables, which layers share."""

@@ -8,6 +8,7 @@ Biases and weights stay one each; the kernel takes the product itself, and where
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,9 @@ from .packing import sizes, stored_as
 ROTARY = "RotaryEmbedding"
 MOVES = {"Reshape", "Transpose", "Split", "Slice", "Gather", "GatherND", "Squeeze", "Unsqueeze", "Identity"}
 """What moves numbers about and changes none; input 0 is what they move."""
-SIZES = sizes_of(2, 3, 4)
+SIZES = {**sizes_of(2, 3, 4), "batch": 2, "sequence": 3}
 Arrays = dict[ir.Value, np.ndarray]
+Parts = tuple[ir.Value, ir.Value, ir.Value | None]
 
 
 def gather_columns(model: ir.Model) -> None:
@@ -32,10 +34,10 @@ def gather_columns(model: ir.Model) -> None:
     for node in [n for n in model.graph if (n.domain, n.op_type) == (CONTRIB, GROUPED) and None not in n.inputs[:3]]:
         turns = [_turn(value) for value in node.inputs[:3]]
         ends = [turn.inputs[0] if turn else value for turn, value in zip(turns, node.inputs[:3], strict=True)]
-        wholes = {_moved(end) for end in ends if end is not None}
-        if len(wholes) != 1 or (whole := wholes.pop()) is None or (parts := _product(whole)) is None:
+        if (found := read_off(ends)) is None:
             continue
-        if all(end is whole for end in ends) or (columns := _columns(whole, ends)) is None:
+        parts, columns, whole = found
+        if all(end is whole for end in ends):
             continue
         made = _packed(model.graph, node, parts, np.concatenate(columns))
         if not any(turns):
@@ -46,6 +48,15 @@ def gather_columns(model: ir.Model) -> None:
         for index, (turn, piece) in enumerate(zip(turns, pieces, strict=True)):
             (turn or node).replace_input_with(0 if turn else index, piece)
     RemoveUnusedNodesPass()(model)
+
+
+def read_off(ends: Sequence[ir.Value | None]) -> tuple[Parts, list[np.ndarray], ir.Value] | None:
+    """Return (x, W, b), which columns of x W + b each of some values is, together all of them, and x W + b."""
+    wholes = {_moved(end) for end in ends if end is not None}
+    if len(wholes) != 1 or (whole := wholes.pop()) is None or (parts := _product(whole)) is None:
+        return None
+    columns = _columns(whole, ends)
+    return None if columns is None else (parts, columns, whole)
 
 
 def _turn(value: ir.Value | None) -> ir.Node | None:
@@ -61,7 +72,7 @@ def _moved(value: ir.Value) -> ir.Value | None:
     return value
 
 
-def _product(value: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None] | None:
+def _product(value: ir.Value) -> Parts | None:
     """Return (x, W, b) where a value is x W + b of three axes, W and b constants (None: there is no b)."""
     node, bias = value.producer(), None
     if node is not None and node.op_type == "Add" and not node.domain:
@@ -76,18 +87,27 @@ def _product(value: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None] | No
     return (x, weight, bias) if plain else None  # type: ignore[return-value]
 
 
+def _size(dim: int | ir.SymbolicDim) -> int:
+    return dim if isinstance(dim, int) else SIZES.get(str(dim), 5)
+
+
 def _columns(whole: ir.Value, ends: Sequence[ir.Value | None]) -> list[np.ndarray] | None:
     """Return the columns of a product that each end reads, for every token alike; None where they are not all of it."""
-    batch, new, width = SIZES["batch_size"], SIZES["sequence_length"], int(str((whole.shape or [0])[-1]))
-    told = np.arange(batch * new * width, dtype=np.float32).reshape(batch, new, width)
+    shape = [*map(_size, whole.shape or ())]
+    told = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     known: Arrays = {whole: told}
     try:
-        found = [_run(end, known).reshape(batch, new, -1) for end in ends if end is not None]
+        found = [_flat(_run(end, known)).reshape(*shape[:2], -1) for end in ends if end is not None]
     except Exception:  # an operator that the reference lacks, or sizes that do not fit
         return None
     columns = [each[0, 0].astype(np.int64) for each in found]
     same = all(np.array_equal(each, told[..., of]) for each, of in zip(found, columns, strict=True))
-    return columns if same and np.array_equal(np.sort(np.concatenate(columns)), np.arange(width)) else None
+    return columns if same and np.array_equal(np.sort(np.concatenate(columns)), np.arange(shape[-1])) else None
+
+
+def _flat(heads: np.ndarray) -> np.ndarray:
+    """Return heads [batch, heads, new, size] as they lie in products; others stay."""
+    return heads.swapaxes(1, 2) if heads.ndim == 4 else heads
 
 
 def _run(value: ir.Value, known: Arrays) -> np.ndarray:
@@ -97,8 +117,7 @@ def _run(value: ir.Value, known: Arrays) -> np.ndarray:
         if value.const_value is not None:
             known[value] = value.const_value.numpy()
         elif node is None:
-            shape = [SIZES[str(d)] if not isinstance(d, int) else d for d in value.shape or ()]
-            known[value] = np.zeros(shape, np.int64)
+            known[value] = np.zeros([*map(_size, value.shape or ())], np.int64)
         else:
             feed: Mapping[str, np.ndarray] = {str(v.name): _run(v, known) for v in node.inputs if v is not None}
             made: Any = ReferenceEvaluator(ir.serde.serialize_node(node)).run(None, dict(feed))
@@ -106,9 +125,7 @@ def _run(value: ir.Value, known: Arrays) -> np.ndarray:
     return known[value]
 
 
-def _packed(
-    graph: ir.Graph, node: ir.Node, parts: tuple[ir.Value, ir.Value, ir.Value | None], of: np.ndarray
-) -> ir.Value:
+def _packed(graph: ir.Graph, node: ir.Node, parts: Parts, of: np.ndarray) -> ir.Value:
     """Return the product with its columns in this order, before a node."""
     x, weight, bias = parts
     name = f"{weight.name}_packed"

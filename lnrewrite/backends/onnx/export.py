@@ -21,7 +21,7 @@ from ..torch.capture import export_again, quiet
 from ..torch.fixed import ASSERT
 from ..torch.lift import lift, parameter_names
 from ..torch.module import Args, CapturedModule, Kwargs, register, stored
-from .attention import attention, unhidden
+from .attention import attention, sees, unhidden
 from .heads import is_whole
 from .norms import ONES, OPERATORS, SITE, attributes
 from .pairs import write_pairs
@@ -179,7 +179,9 @@ class _Semantic:
                 break
             end, turned = user, turned or turns
         with self.graph.inserting_after(end):
-            guarded = self.graph.call_function(unhidden, (end, mask, turned))
+            seeing = self.graph.call_function(sees, (mask,))
+        with self.graph.inserting_after(seeing):
+            guarded = self.graph.call_function(unhidden, (end, seeing, turned))
         guarded.meta["val"] = end.meta["val"]
         end.replace_all_uses_with(guarded, delete_user_cb=lambda user: user is not guarded)
 

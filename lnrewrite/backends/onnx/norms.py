@@ -22,7 +22,7 @@ from ...ir import Kind, Norm
 
 CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
-GROUPED, HEADED = "GroupQueryAttention", "MultiHeadAttention"
+GROUPED, HEADED, PACKED = "GroupQueryAttention", "MultiHeadAttention", "Attention"
 """Those of them that are attention."""
 UNBIASED = "GroupQueryAttention without a bias"
 """Stands among the kernels of a target whose fast form of grouped-query attention takes no bias."""

@@ -40,7 +40,7 @@ def pack_heads(model: ir.Model) -> None:
     for node in [n for n in model.graph if (n.domain, n.op_type) == (CONTRIB, GROUPED)]:
         _scale(model, node)
         ends = [_unnormed(value) for value in node.inputs[:3]]
-        parts = [_product(value) for value in ends]
+        parts = [product(value) for value in ends]
         known = [part for part in parts if part is not None]
         if len(known) < 3 or len({part[0] for part in known}) > 1 or len({part[2] is None for part in known}) > 1:
             continue
@@ -155,7 +155,7 @@ def _turn(node: ir.Node | None) -> ir.Node | None:
     return node if plain and node.attributes.get_ints("perm", ()) == (0, 2, 1, 3) else None  # type: ignore[union-attr]
 
 
-def _product(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value | None] | None:
+def product(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value | None] | None:
     """Return (x, W, b) where a value is x W + b, constants W and b (None: there is none) that are read here alone."""
     node = value.producer() if value is not None and len(value.uses()) == 1 else None
     bias: ir.Value | None = None

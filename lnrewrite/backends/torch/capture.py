@@ -24,7 +24,7 @@ from .checked import check, same
 from .dynamic import Axes, Shapes, Trace, dynamic, placeholders, symbols
 from .fixed import drop_settled, fixed_paths, mark, read_by
 from .guarded import guard
-from .module import Args, CapturedModule, Kwargs, unlift
+from .module import Args, CapturedModule, Kwargs, brought, unlift
 
 CHOSEN = "what torch.export found at the example inputs"
 
@@ -47,7 +47,7 @@ def capture_module(
     dynamic_shapes: Shapes = None,
     children: Callable[[Args, Kwargs], Sequence[str]] | None = None,
 ) -> Capture:
-    """Capture a module in eval mode, on its own device and dtype.
+    """Capture a module in eval mode, on its own device and dtype; the inputs may lie elsewhere.
 
     dynamic_shapes as torch.export takes it; None lets batch and sequence be dynamic where a run at a second size
     agrees with the module. `children` chooses, by args and kwargs, the submodules of whose calls it is kept what
@@ -55,7 +55,7 @@ def capture_module(
     torch.export and draft_export both fail, or what they make is not what the module computes on these inputs.
     """
     notes: list[str] = []
-    positional, keywords = tuple(args), dict(kwargs or {})
+    positional, keywords = brought((tuple(args), dict(kwargs or {})), module)
     takes = _parameters(module)
     if "use_cache" in takes and "use_cache" not in keywords:
         keywords["use_cache"] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -249,6 +250,29 @@ def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) 
     """Register a parameter under a dotted name, making the containers on its way."""
     holder, leaf = holder_of(module, name)
     holder.register_parameter(leaf, parameter)
+
+
+def home(module: torch.nn.Module) -> torch.device | None:
+    """Return the device of all of a module's parameters and buffers; None where there are many, or none."""
+    found = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    return found.pop() if len(found) == 1 else None
+
+
+def brought(values: Any, module: torch.nn.Module) -> Any:
+    """Return values with their tensors where a module's are."""
+    place = home(module)
+    if place is None or place.type == "meta":
+        return values
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), values)
+
+
+def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Return a copy of a module on a device, itself where it is there; its own device needs no room for two."""
+    if home(module) in (device, None):
+        return module
+    made: dict[int, Any] = {id(b): b.to(device) for b in module.buffers()}
+    made |= {id(p): torch.nn.Parameter(p.detach().to(device), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, made)
 
 
 def move(module: CapturedModule, device: torch.device) -> None:
