@@ -398,3 +398,28 @@ def test_complex_numbers(dtype: torch.dtype) -> None:
     with torch.no_grad():
         folded.module().out.bias += 0.1j
     assert lnr.verify(program, folded)["verdict"] == "different"
+
+
+class Kept(nn.Module):
+    """A Pre-LN block on the tokens that a mask keeps, and sums and quotients that are spelled otherwise for the picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.bias = nn.LayerNorm(8), nn.Parameter(torch.randn(8))
+        self.one, self.two, self.three = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        y = x[keep]
+        y = y + self.three(self.norm(y))
+        z, gain = torch.tanh(self.one(y)), torch.sigmoid(self.two(y))
+        z = (gain * z) / (z.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        return torch.addmm(z @ self.two.weight, y, self.one.weight) + torch.addmm(self.bias, y, self.one.weight)
+
+
+def test_as_many_tokens_as_the_data_say() -> None:
+    module, x, keep = Kept().eval(), torch.randn(2, 5, 8), torch.arange(10).reshape(2, 5) % 3 > 0
+    program = lnr.capture(module, (x, keep))
+    assert program.network.placement == "pre" and not program.fixed_paths
+    folded = lnr.Pipeline.parse("fold-affine").run(program, partial=True).program.module()
+    for other in (keep, ~keep):
+        torch.testing.assert_close(folded(x, other), module(x, other))

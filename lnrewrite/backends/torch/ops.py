@@ -13,7 +13,7 @@ from inspect import signature
 
 from torch import fx
 
-from ...compat.torch import operator_name, schema_of
+from ...compat.torch import operator_name, schema_of, sizes_of
 
 Neutral = tuple[str, tuple[object, ...], dict[str, object]]
 Operand = fx.Node | float | None
@@ -202,7 +202,7 @@ def _gather(self: fx.Node, dim: int, index: fx.Node) -> Neutral:
     An index that was expanded over the channels picks whole tokens (mixture-of-depths).
     """
     source = index.args[0] if operator_name(index.target) == "expand" else None
-    if _rank(self) == 3 and dim in (1, -2) and isinstance(source, fx.Node) and source.meta["val"].shape[-1] == 1:
+    if _rank(self) == 3 and dim in (1, -2) and isinstance(source, fx.Node) and sizes_of(source.meta["val"])[-1] == 1:
         return "gather", (self,), {"axes": (1,)}
     return "gather_elements", (self, index), {}
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument, Target
 
-from ...compat.torch import operator_name
+from ...compat.torch import operator_name, sizes_of
 from .sums import Spelled, made
 
 aten = torch.ops.aten
@@ -40,13 +40,13 @@ def _whole(node: fx.Node, factor: Argument) -> bool:
     return (
         isinstance(factor, fx.Node)
         and factor.op == "call_function"
-        and factor.meta["val"].shape == node.meta["val"].shape
+        and sizes_of(factor.meta["val"]) == sizes_of(node.meta["val"])
     )
 
 
 def _of(size: Argument, x: Argument) -> bool:
     """Return whether a value, one number a token, is a size of x."""
-    if not (isinstance(size, fx.Node) and isinstance(x, fx.Node)) or size.meta["val"].shape[-1:] != (1,):
+    if not (isinstance(size, fx.Node) and isinstance(x, fx.Node)) or sizes_of(size.meta["val"])[-1:] != (1,):
         return False
     for _ in range(10):
         inner = set(size.all_input_nodes)

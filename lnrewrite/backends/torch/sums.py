@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument, Target
 
-from ...compat.torch import OpOverload, operator_name
+from ...compat.torch import OpOverload, operator_name, sizes_of
 from ...detect.factors import Expression
 from ...detect.gathered import Gathered, gathered
 from ...detect.graph import OpGraph
@@ -105,7 +105,7 @@ def product(node: fx.Node) -> Spelled:
 def matrices(node: fx.Node) -> Spelled:
     """beta x + alpha a @ b; a vector x is the bias of a linear map."""
     x, a, b = node.args
-    if node_of(x).meta["val"].shape != node.meta["val"].shape:
+    if sizes_of(node_of(x).meta["val"]) != sizes_of(node.meta["val"]):
         return _same(node)
     found = made(node, aten.mm.default if node.target is aten.addmm.default else aten.bmm.default, a, b)
     beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
