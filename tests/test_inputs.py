@@ -401,7 +401,7 @@ def test_complex_numbers(dtype: torch.dtype) -> None:
 
 
 class Kept(nn.Module):
-    """A Pre-LN block on the tokens that a mask keeps, and sums and quotients that are spelled otherwise for the picture."""
+    """A Pre-LN block on the tokens that a mask keeps, and sums and quotients that are spelled anew for the picture."""
 
     def __init__(self) -> None:
         super().__init__()
