@@ -81,6 +81,10 @@ class Net(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
+def operators(path: Path) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
 CASES = [*product(SPELLINGS, (True, False), MASKS)]
 
 
@@ -98,16 +102,21 @@ def test_attention_is_one_operator_and_rows_that_see_nothing_are_zero(
     x, memory, seen = torch.randn(2, TOKENS, 8), torch.randn(2, TOKENS, 8), torch.rand(2, TOKENS, TOKENS) > 0.5
     seen[0, 3], seen[1, :2] = False, False
     lnr.capture(net, args=(x, memory, seen)).export(path := tmp_path / "net.onnx", target="cuda")
-    counts = Counter(node.op_type for node in onnx.load(path).graph.node)
+    counts = operators(path)
     crossed = spelling == "crossed"
     assert (counts["Attention"], counts["MultiHeadAttention"]) == (not crossed, crossed)
     assert mask == "of heads" or counts["Transpose"] <= (mask in ("bool", "float"))  # of which rows see anything
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    held = {"x": x, "memory": memory, "seen": seen}
-    found = session.run(None, {value.name: held[value.name].numpy() for value in session.get_inputs()})[0]
+    folded = lnr.Pipeline.parse("fold-affine").run(lnr.load(path))
+    assert folded.report.edits == 2
+    folded.program.save(again := tmp_path / "folded.onnx")
+    assert [operators(again)[name] for name in counts if name != "Add"] == [n for o, n in counts.items() if o != "Add"]
     with torch.no_grad():
         wanted = net(x, memory, seen).numpy()
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    for file in (path, again):
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        held = {"x": x, "memory": memory, "seen": seen}
+        found = session.run(None, {value.name: held[value.name].numpy() for value in session.get_inputs()})[0]
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_quantized_attention_keeps_its_products(tmp_path: Path) -> None:
@@ -115,5 +124,5 @@ def test_quantized_attention_keeps_its_products(tmp_path: Path) -> None:
     given = torch.randn(2, TOKENS, 8), torch.randn(2, TOKENS, 8), torch.ones(2, TOKENS, TOKENS, dtype=torch.bool)
     net = lnr.capture(Net("chunk", True, "none").eval(), args=given)
     net.export(path := tmp_path / "net.onnx", target="cuda", dtype="fp16", quantize="int4")
-    counts = Counter(node.op_type for node in onnx.load(path).graph.node)
+    counts = operators(path)
     assert counts["MatMulNBits"] >= 4 and not counts["Attention"]

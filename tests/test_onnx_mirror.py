@@ -207,10 +207,38 @@ def turned(seed: int) -> tuple[str, list[np.ndarray | None], dict[str, Any]]:
     )
 
 
-DRAWN = [make(seed) for make in (grouped, few_bits, turned) for seed in range(40)]
+def headed(seed: int) -> tuple[str, list[np.ndarray | None], dict[str, Any]]:
+    """Return attention under a mask, the number of keys or ones and zeros, and with what else goes."""
+    draws = np.random.default_rng((seed, 4))
+    b, new, keys, own = 2, int(draws.integers(1, 6)), int(draws.integers(2, 7)), bool(draws.integers(2))
+    past = int(draws.choice(PASTS)) if own else 0
+    new, total = (new, new + past) if own else (new, keys)
+    masks = [
+        None,
+        draws.integers(1, total + 1, b),
+        draws.integers(0, 2, (b, total)),
+        draws.integers(0, 2, (b, new, total)),
+    ]
+    mask, held = masks[int(draws.integers(4))], {"mask_filter_value": -3.0} if draws.integers(2) else {}
+    if mask is not None and not held:  # a row that sees nothing has scores about -1e4: few digits are left of them
+        mask[..., 0] = 1
+    inputs = [
+        draw(b, new, 8, seed=seed),
+        draw(b, total - past, 8, seed=seed + 1),
+        draw(b, total - past, 8, seed=seed + 2),
+        draw(24, seed=seed) if draws.integers(2) else None,
+        None if mask is None else mask.astype(np.int32),
+        draw(b, 2, new, total, seed=seed) if draws.integers(2) else None,
+    ]
+    if past:
+        inputs += [draw(b, 2, past, 4, seed=seed + 3), draw(b, 2, past, 4, seed=seed + 4)]
+    return "MultiHeadAttention", inputs, {**HEADS, **held, "unidirectional": int(own and draws.integers(2))}
+
+
+DRAWN = [make(seed) for make in (grouped, few_bits, turned, headed) for seed in range(40)]
 DECLINED: list[tuple[str, list[np.ndarray | None], dict[str, Any]]] = [
-    ("MultiHeadAttention", [Q, K, V, None, np.array([3, 7], np.int32)], HEADS),
-    ("MultiHeadAttention", [Q, Q, Q], {**HEADS, "unidirectional": 1}),
+    ("MultiHeadAttention", [Q, K, V, None, np.array([3, 7, 0, 5, 10, 0, 7, 14], np.int32)], HEADS),
+    ("MultiHeadAttention", [Q, K, V], {**HEADS, "unidirectional": 1}),
     ("MultiHeadAttention", [draw(2, 5, 2, 3, 4)], HEADS),
     ("FusedMatMul", [draw(3, 2, 8), draw(2, 8, 5)], {"transBatchA": 1}),
     ("LongformerAttention", [Q], HEADS),
@@ -241,7 +269,8 @@ def one(domain: str, name: str, inputs: list[np.ndarray | None], attributes: dic
         None if a is None else ir.Value(name=f"x{i}", shape=ir.Shape(a.shape), type=ir.TensorType(ir.tensor(a).dtype))
         for i, a in enumerate(inputs)
     ]
-    count = 3 if name == "GroupQueryAttention" else 1  # without the cache it gives, that kernel reads none
+    kept = name == "GroupQueryAttention" or (name == "MultiHeadAttention" and len(inputs) > 6)
+    count = 3 if kept else 1  # without the cache they give, kernels read none
     node = ir.node(name, values, attributes, domain=domain, num_outputs=count)
     for i, value in enumerate(node.outputs):
         value.name, value.type = f"y{i}", ir.TensorType(ir.DataType.FLOAT)

@@ -11,6 +11,8 @@ from .graph import CASTS, SHAPE, Op, Operand, OpGraph
 
 PRODUCTS = frozenset({"matmul", "mm", "bmm"})
 PASS = CASTS | {"dropout"}
+RESIZED = ("upsample_", "_upsample_")
+"""Operators that interpolate each channel [.., channels, places ..] by itself, with weights whose sum is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ def readers(graph: OpGraph, start: str, axis: int, within: Collection[str] | Non
 
 def _onward(graph: OpGraph, op: Op, value: str, axis: int) -> tuple[int, bool] | None:
     """Return where the channel axis goes through a transparent op, and whether a shift passes unchanged."""
-    if op.kind in PASS:
+    if op.kind in PASS or _resized(graph, op, axis):
         return axis, True
     if (op.kind in SHAPE or op.kind == "gather") and op.inputs[0] == value:
         after = moved(graph, op, axis)
@@ -208,6 +210,11 @@ def _onward(graph: OpGraph, op: Op, value: str, axis: int) -> tuple[int, bool] |
     if op.kind == "mul" and op.inputs[1] == value and graph.is_scalar(op.inputs[0]):
         return axis, False
     return None
+
+
+def _resized(graph: OpGraph, op: Op, axis: int) -> bool:
+    """Return whether an operator interpolates over places alone: the axes behind the channels."""
+    return op.kind.startswith(RESIZED) and len(op.data) == 1 and axis == 1 - len(op.shape or ())
 
 
 def _reduced(op: Op, rank: int, axis: int) -> int | None:
@@ -269,7 +276,7 @@ def _backward(graph: OpGraph, op: Op, axis: int, width: int) -> Iterator[tuple[s
     """Yield (operand, axis, whether a shift passes) for the operands that any linear map of `axis` passes on to."""
     if not op.data:
         return
-    if op.kind in PASS:
+    if op.kind in PASS or _resized(graph, op, axis):
         yield op.data[0], axis, True
     elif op.kind in SHAPE or op.kind == "gather":
         before = moved(graph, op, axis, back=True)

@@ -42,10 +42,11 @@ def split(model: ir.Model) -> int:
 
 def _apart(graph: ir.Graph, node: ir.Node, norm: NormNode, skip: ir.Value) -> None:
     x, bias, made = norm.x, norm.added, list[ir.Node]()
+    whole = x if x.shape is not None else node.outputs[0]  # an output of the model may call the same sizes otherwise
 
     def plus(a: ir.Value, b: ir.Value) -> ir.Value:
         made.append(ir.node("Add", [a, b]))
-        resemble(made[-1].outputs[0], node.outputs[0])
+        resemble(made[-1].outputs[0], whole)
         return made[-1].outputs[0]
 
     if bias is not None:  # it is the bias of the product that was added, and goes back to it

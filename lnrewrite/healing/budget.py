@@ -13,8 +13,9 @@ from .config import HealingConfig
 WINDOWS = 6_400
 """Rows of a run for which nobody gave a number of tokens or steps."""
 
-ROWS = 4
-"""Rows of a step: many small steps heal better than few large ones (demo:tinygpt, a per cent of its tokens)."""
+FEWEST, ROWS, ENOUGH = 2, 4, 1000
+"""Rows of a step: few enough for that many steps, within these bounds. Many small steps heal better than few large ones
+(demo:tinygpt, a per cent of its tokens: two rows better than four, and better than one)."""
 
 TRIAL = 25
 """A trial takes one of so many parts of the budget."""
@@ -37,9 +38,10 @@ class Wanted:
     def of(cls, config: HealingConfig, window: int, processes: int) -> Self:
         """Return it for rows of about `window` tokens, shared by so many processes."""
         unit = config.accumulate * processes
-        several = config.tokens / (window * config.steps) if config.tokens and config.steps else ROWS
-        rows = config.batch_size or max(1, round(several / unit)) * unit
         every = config.tokens / window if config.tokens else WINDOWS
+        usual = min(ROWS, max(FEWEST, every / ENOUGH))
+        several = every / config.steps if config.tokens and config.steps else usual
+        rows = config.batch_size or max(1, round(several / unit)) * unit
         steps = max(config.steps or math.ceil(every / rows), config.local_steps)
         return cls(rows, steps * config.accumulate)
 

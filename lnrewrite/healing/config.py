@@ -40,7 +40,7 @@ class HealingConfig:
     batch_size: rows of a step over all processes, in `accumulate` micro-batches; None is a few. rehearse: this share of
     all rows holds random tokens, and there the student only copies the teacher, so that what the data lack does not
     drift (`Rehearsed`); a model that reads no tokens has none. lr: the peak learning rate of AdamW, after `warmup`
-    steps, then a cosine down to a fiftieth; a matrix that the conversion scaled learns at its rate times that scale, in
+    steps, then evenly down to nothing; a matrix that the conversion scaled learns at its rate times that scale, in
     proportion to its size as before; None takes the usual one, which short trials may lower where the tokens allow
     any (`RateTest`). gain_lr: the student's gains and biases learn so many times faster (moved norms have to find
     new sizes); None makes their rate `GAIN_RATE`. control_lr: the rate of the control; None as for lr.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ..backends.torch.capture import evaluating
+from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.fixed import other_path
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.walk import Walk
@@ -24,14 +25,16 @@ from ..ir import Block, Kind, Network, Where, sums
 from ..layout import clock
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Fitted
-from ..pipeline.shares import alone, anywhere, total
+from ..pipeline.shares import alone, anywhere, processes, total
 from ..quiet import LOGGER
 from .fitting import Fitting
 from .goals import Goal, Measure, goals_of
-from .together import LARGEST, Together
+from .together import LARGEST, Together, states_of
 
 RIDGE = 2000.0
 """The pull to the start, times the number of tokens: what |W - W0|^2 / |W0|^2 = 1 costs for each matrix."""
+ALONE = 8192
+"""Tokens that branches are fitted to one by one, where all are trained together then, on all of the data."""
 DONE = 1e-8
 """A relative squared error from which nothing is left to fit."""
 
@@ -62,17 +65,30 @@ def fitted(
     if theirs != ours:
         return (), ("its branches were not fitted to the data: the converted model's blocks are not the original's",)
     rows: list[Fitted] = []
+    many = sum(p.numel() for p in made.module.parameters())
     with evaluating(original.module), evaluating(made.module):
         try:
-            rows += (one := Reconstruction(original, made, fit, held, blocks)).run()
+            first = fit if many > LARGEST else few(original, fit)
+            rows += (one := Reconstruction(original, made, first, held, blocks)).run()
         except RuntimeError as error:
             if not (path := other_path(error)):
                 raise
             return (), (f"its branches were fitted up to where the result leaves the captured path: {path}",)
-        if (many := sum(p.numel() for p in made.module.parameters())) <= LARGEST:
-            return one.together(rows)
+        if many <= LARGEST:
+            return one.together(rows, fit)
     why = f"of {many:,} parameters, more than {LARGEST:,}, not all are trained together"
     return tuple(rows), (f"its branches were fitted one by one: {why}",)
+
+
+def few(side: Side, fit: Sequence[Batch]) -> Sequence[Batch]:
+    """Return the first batches, of about `ALONE` tokens in all processes."""
+    if not fit or not side.sums:
+        return fit
+    anchor = next(iter(side.sums.values()))[0].anchor
+    with torch.no_grad():
+        (state,) = states_of(side.module, [anchor.total])({}, flat_inputs(side.module, fit[0]))
+    tokens = state.numel() // state.shape[anchor.axis]
+    return fit[: max(1, round(ALONE / processes() / tokens))]
 
 
 class Targets:
@@ -171,8 +187,11 @@ class Reconstruction:
                 why = f"the fit failed: {str(fault).partition(chr(10))[0]}"
         return Fitted(names, before, after, self.keep(start, best) if after < before else {}, why)
 
-    def together(self, rows: Sequence[Fitted]) -> tuple[tuple[Fitted, ...], tuple[str, ...]]:
-        """Train all that was fitted together; return the rows with how far each parameter went, one more, and notes."""
+    def together(self, rows: Sequence[Fitted], fit: Sequence[Batch]) -> tuple[tuple[Fitted, ...], tuple[str, ...]]:
+        """Train all that was fitted together, on more data than that maybe; return the rows, one more, and notes.
+
+        The rows say how far each parameter went.
+        """
         both = zip(self.original.sums.items(), self.made.sums.values(), strict=True)
         ends = [(a[-1].anchor.total, b[-1].anchor.total, self.measure(at)) for (at, a), b in both]
         names = [n for start in self.start.values() for n in start]
@@ -180,7 +199,8 @@ class Reconstruction:
             return tuple(rows), ()
         modules = self.original.module, self.made.module
         try:
-            found = Together(*modules, ends, names, self.fit, self.held, self.tokens).run()
+            tokens = self.tokens * total(len(fit)) // total(len(self.fit))
+            found = Together(*modules, ends, names, fit, self.held, tokens).run()
         except (RuntimeError, NotImplementedError) as fault:
             alone(fault)
             why = f"training them together failed: {str(fault).partition(chr(10))[0]}"

@@ -15,6 +15,7 @@ from onnx_ir.passes.common import InlinePass, TopologicalSortPass
 from ...errors import Code, LnrewriteError
 from .head_norms import stand_apart
 from .rules import Rules
+from .whole import APART, attend_apart, attend_whole
 
 logging.getLogger("onnx_ir").addHandler(logging.NullHandler())  # what it thinks of a file is for who asks to hear it
 
@@ -28,7 +29,7 @@ OPERATORS = "lnrewrite.operators"
 def read(path: Path, name: str, inline: bool = True) -> ir.Model:
     """Read an ONNX file, external data mapped and not loaded, functions inlined, nodes in topological order.
 
-    Norms that attention computes on CUDA alone stand before it.
+    Norms that attention computes on CUDA alone stand before it, and so do its products.
 
     `name` is what the user calls it. inline: False keeps functions, for whose operators there may be kernels. Raises
     LnrewriteError LN015 (cut off), LN027 (opset), LN030 (breaks ONNX's rules), LN031 (external data missing, too short,
@@ -52,6 +53,7 @@ def read(path: Path, name: str, inline: bool = True) -> ir.Model:
         _unwrap(model.graph)
         TopologicalSortPass()(model)
         stand_apart(model)
+        attend_apart(model)
         _unknown_sizes(model)
     except Exception as why:  # whatever a file that breaks a rule leads the library to
         raise rules.invalid(f"{type(why).__name__}: {why}") from why
@@ -86,6 +88,8 @@ def write(model: ir.Model, target: Path, data: str | None = None, most: int | No
     Up to `most` bytes of weights (default: `ONE_FILE`) are written into the model, more beside it as `data` (default:
     `<name>.data`). The caller moves the files into place: an interrupted call leaves some of them.
     """
+    if any(APART in node.metadata_props for node in model.graph):
+        attend_whole(model := model.clone(), marked=True)
     if bytes_of(model) <= (ONE_FILE if most is None else most):
         ir.save(whole(model), target)
         return [target]

@@ -41,14 +41,33 @@ def multi_head_attention(
     q: Tensor, k: Tensor | None = None, v: Tensor | None = None, bias: Tensor | None = None,
     padding: Tensor | None = None, added: Tensor | None = None, past_k: Tensor | None = None,
     past_v: Tensor | None = None, *, num_heads: int, scale: float | None = None, mask_filter_value: float = -1e4,
+    unidirectional: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    if k is None or v is None or padding is not None or (bias is not None and k.dim() == 4):
-        raise NotImplementedError("MultiHeadAttention of packed inputs, with a padding mask, or a bias on heads")
+    if k is None or v is None or (bias is not None and k.dim() == 4):
+        raise NotImplementedError("MultiHeadAttention of packed inputs, or a bias on heads")
     if bias is not None:
         q, k, v = (x + b for x, b in zip((q, k, v), bias.split([x.shape[-1] for x in (q, k, v)]), strict=True))
     q, k, v = (heads(x, num_heads) for x in (q, k, v))
     k, v = after(past_k, k), after(past_v, v)
+    if padding is not None:
+        hidden = torch.where(padded(padding, k), torch.zeros((), dtype=q.dtype), mask_filter_value)
+        added = hidden if added is None else added + hidden
+    if unidirectional:
+        before = 0 if past_k is None else past_k.shape[2]
+        if k.shape[2] > before + q.shape[2]:
+            raise NotImplementedError("MultiHeadAttention that is causal, of fewer queries than keys")
+        ahead = torch.arange(k.shape[2]) > before + torch.arange(q.shape[2])[:, None]
+        added = torch.where(ahead, -torch.inf, torch.zeros((), dtype=q.dtype) if added is None else added)
     return F.scaled_dot_product_attention(q, k, v, added, scale=scale or None).transpose(1, 2).flatten(2), k, v
+
+
+def padded(mask: Tensor, k: Tensor) -> Tensor:
+    """Return which of the keys k [b, n, s, d] a mask shows, [b, 1, 1 or queries, s]: numbers of keys, or 1 for each."""
+    if mask.dim() == 1 and len(mask) == len(k):
+        mask = torch.arange(k.shape[2]) < mask[:, None]
+    if mask.dim() not in {2, 3} or mask.shape[-1] != k.shape[2]:
+        raise NotImplementedError("MultiHeadAttention with a mask of packed tokens, or of new keys alone")
+    return (mask > 0).unflatten(0, (len(mask), *[1] * (4 - mask.dim())))
 
 
 def group_query_attention(

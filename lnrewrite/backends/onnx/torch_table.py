@@ -310,7 +310,7 @@ ONLY: dict[str, dict[str, object]] = {
     "MaxPool": {"ceil_mode": 0, "storage_order": 0}, "AveragePool": {"ceil_mode": 0}, "GatherND": {"batch_dims": 0},
     "ArgMax": {"select_last_index": 0}, "FusedMatMul": {"transBatchA": 0, "transBatchB": 0},
     "BatchNormalization": {"training_mode": 0, "spatial": 1}, "ScatterND": {"reduction": "none"},
-    "ScatterElements": {"reduction": "none"}, "MultiHeadAttention": {"unidirectional": 0},
+    "ScatterElements": {"reduction": "none"},
     "GroupQueryAttention": {"qk_output": 0, "k_quant_type": "NONE", "v_quant_type": "NONE", "kv_cache_bit_width": 0},
     "RotaryEmbedding": {"is_packed_batching": 0}, "MatMulNBits": {"weight_prepacked": 0},
 }  # fmt: skip
