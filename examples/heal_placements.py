@@ -4,7 +4,7 @@
     python examples/train_zoo.py --out zoo --only qwen3                 # once: a model that nothing here was tuned on
     python examples/heal_placements.py zoo/qwen3 --share 0.05 --seeds 2 --rows rows.jsonl
 
-What a user types: `place{to=...}` with 8,192 tokens of the shipped training text, then `lnr.heal` with the text that
+What a user types: `place{to=...}` with 65,536 tokens of the shipped training text, then `lnr.heal` with the text that
 the models learned, the Python standard library, and a number of tokens: a share of those that they were trained on. It
 is measured on files that no model ever saw. The control is the model itself, trained on the same windows on the task
 alone; it teaches the student, so each run trains one. With --rows, what is done is kept, and a run that was stopped
@@ -57,7 +57,8 @@ def one(job: Job) -> dict:
     torch.set_num_threads(1)
     started, teacher = time.perf_counter(), teacher_of(job["model"])
     place = lnr.Pipeline.parse(f"place{{to={job['to']} fit={job['fit']}}}")
-    student = place.run(teacher, demo.calibration(seed=job["seed"])).program
+    batches = demo.calibration(job["calibration"] // 1024, seed=job["seed"])
+    student = place.run(teacher, batches).program
     how = {"tokens": job["tokens"], "seed": job["seed"], "held_out": job["held_out"]}
     how |= {key: json.loads(value) for key, value in (option.split("=", 1) for option in job["options"])}
     report = lnr.heal(teacher, student, job["text"], **how).report
@@ -82,7 +83,9 @@ def run_all(todo: list[Job], kept: Path | None, processes: int) -> list[dict]:
 
 
 def _name(job: dict) -> str:
-    return " ".join([*(str(job[key]) for key in ("model", "to", "fit", "tokens", "seed")), *job["options"]])
+    return " ".join(
+        [*(str(job[key]) for key in ("model", "to", "fit", "calibration", "tokens", "seed")), *job["options"]]
+    )
 
 
 def table(rows: list[dict], tokens: int, share: float) -> None:
@@ -108,6 +111,7 @@ def table(rows: list[dict], tokens: int, share: float) -> None:
 @click.option("--trained", type=int, help="The tokens of its training.  [default: what these scripts make of it]")
 @click.option("--seeds", default=5, help="Seeds of data order and calibration.")
 @click.option("--fit", type=click.Choice(["reconstruct", "constants"]), default="reconstruct", help="As in `convert`.")
+@click.option("--calibration", default=65_536, help="The tokens that conversions are fitted to, in rows of 128.")
 @click.option("--to", "placements", multiple=True, type=click.Choice(TO), default=TO, help="These placements.")
 @click.option("--option", "options", multiple=True, help="Of `lnr.heal`, its value as JSON: lr=6e-4, progressive=true.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each.")
@@ -118,6 +122,7 @@ def main(
     trained: int | None,
     seeds: int,
     fit: str,
+    calibration: int,
     placements: tuple[str, ...],
     options: tuple[str, ...],
     processes: int,
@@ -131,7 +136,14 @@ def main(
         text, held_out = Path(folder, "training.txt"), Path(folder, "held_out.txt")
         text.write_bytes(sources(Path(sysconfig.get_paths()["stdlib"]), 0)[0])
         held_out.write_bytes(demo.heldout_text())
-        base = {"model": model, "fit": fit, "tokens": tokens, "text": str(text), "held_out": str(held_out)}
+        base = {
+            "model": model,
+            "fit": fit,
+            "calibration": calibration,
+            "tokens": tokens,
+            "text": str(text),
+            "held_out": str(held_out),
+        }
         jobs = [base | {"options": list(options), "to": to, "seed": s} for s in range(seeds) for to in placements]
         found = run_all(jobs, rows, processes)
     table(found, tokens, share)
