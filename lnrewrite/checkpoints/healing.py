@@ -58,7 +58,7 @@ def heal_folder(
     is read with the teacher's tokenizer, else the student's. All else is as `lnr.heal` takes it.
     Raises what that and opening the folders raise, LnrewriteError LN025, LN310, LN313 for OUT.
     """
-    target = check_folder(output, student.file, force)
+    target = check_folder(output, student.file, force, read=[] if teacher.path is None else [teacher.path])
     check_room(target, student.file)
     reads = tokenizer_named(tokenizer)
     origin = teacher if config.progressive else student

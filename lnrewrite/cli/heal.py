@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import Code, LnrewriteError, UsageError
-from ..files.output import SUFFIXES, check_folder
+from ..files.output import SUFFIXES, check_apart, check_folder, named_path
 from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions, Source
 from ..quiet import LOGGER
@@ -98,7 +98,14 @@ def heal(
             why = "an ONNX file can be rewritten and run, not trained"
             raise LnrewriteError(Code.LN601, f"model {source.name!r}", why, "heal the torch model, then export it")
     into_folder = sources[1].format is Format.TRANSFORMERS and Path(output).suffix not in SUFFIXES
-    target = check_folder(output, sources[1].file, force) if into_folder else target_of(output, force)
+    paths = [source.path for source in sources] + [named_path(name) for name in (data, held_out, tokenizer) if name]
+    read = [path for path in paths if path is not None and path.exists()]
+    if into_folder:
+        target = check_folder(output, sources[1].file, force, read=read)
+    else:
+        target = target_of(output, force)
+        if sources[0].path is not None:
+            check_apart(target, sources[0].path, f"the teacher, {sources[0].name}")
     page_target = report_of(page, force, held_out or data)
     if run is not None and not run.strip():
         raise UsageError(Code.LN003, f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
@@ -114,6 +121,8 @@ def heal(
         tokenizer_named(tokenizer)
         check_device(how.device)
         folder = run or f"{target}.run"
+        for path in read:
+            check_apart(Path(folder), path, str(path))
         check_run(Path(folder), resume, force)
         stages = tuple(order.split(",")) if order else ()
         config = HealingConfig(**asked, seed=how.seed, stages=stages, control=not no_control)

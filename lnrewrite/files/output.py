@@ -73,11 +73,17 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
     return target
 
 
-def check_folder(output: str | os.PathLike[str], source: Path, force: bool, known: Sequence[str] = CHECKPOINT) -> Path:
+def check_folder(
+    output: str | os.PathLike[str],
+    source: Path,
+    force: bool,
+    known: Sequence[str] = CHECKPOINT,
+    read: Sequence[Path] = (),
+) -> Path:
     """Return the folder to write. Raises LnrewriteError LN025 where it cannot be, or where something stands there.
 
     With `force` a checkpoint may stand there and nothing else, or a link to a folder or to nothing: the link is
-    replaced, not what it leads to.
+    replaced, not what it leads to. `read`: what else is read, and stays.
     """
     target = Path(output)
     if not os.fspath(output).strip():
@@ -86,11 +92,10 @@ def check_folder(output: str | os.PathLike[str], source: Path, force: bool, know
         raise LnrewriteError(
             Code.LN025, str(output), "it does not name a folder that could be made", "name a new folder"
         )
-    there, real, home = standing(target), *(Path(os.path.realpath(path)) for path in (target, source))
-    if there and home.is_relative_to(real):
-        raise LnrewriteError(Code.LN025, str(output), "it holds the source", "choose another name")
-    if real.is_relative_to(home):
-        raise LnrewriteError(Code.LN025, str(output), "it would lie in the source folder", "choose another place")
+    check_apart(target, source)
+    for path in read:
+        check_apart(target, path, str(path))
+    there = standing(target)
     if there not in ("", "a folder", f"{LINK}a folder", f"{LINK}nothing"):
         raise LnrewriteError(Code.LN025, str(output), f"it is {there}", "name a folder, or a .pt2 or .onnx file")
     if there and not force:
@@ -98,6 +103,17 @@ def check_folder(output: str | os.PathLike[str], source: Path, force: bool, know
     check_replaceable(target, source, known)
     check_parent(target)
     return target
+
+
+def check_apart(target: Path, source: Path, what: str = "the source") -> None:
+    """Raise LnrewriteError LN025 where what is to be written holds what is read, is it, or would lie in it."""
+    real, home = (Path(os.path.realpath(path)) for path in (target, source))
+    if standing(target) and home.is_relative_to(real):
+        verb = "is" if home == real and what != "the source" else "holds"
+        raise LnrewriteError(Code.LN025, str(target), f"it {verb} {what}", "choose another name")
+    if real.is_relative_to(home):
+        place = "the source folder" if what == "the source" else what
+        raise LnrewriteError(Code.LN025, str(target), f"it would lie in {place}", "choose another place")
 
 
 def check_replaceable(target: Path, source: Path, known: Sequence[str] = CHECKPOINT) -> None:

@@ -51,6 +51,13 @@ def program_of(model: Program | nn.Module, kwargs: Mapping[str, object] | None, 
     return Program(capture_module(model, (), given, children=lambda a, k: children(model, a, k)))
 
 
+def frozen_in(model: Program | nn.Module) -> Sequence[str]:
+    """Return the names of parameters of a module that take no gradient, and stay: where others of it take one."""
+    if isinstance(model, Program) or not any(p.requires_grad for p in model.parameters()):
+        return ()
+    return [n for n, p in model.named_parameters() if p.is_floating_point() and not p.requires_grad]
+
+
 @dataclass(frozen=True)
 class LivingStudent:
     """Hold a student that is a module in Python, and what the healed network is made from.

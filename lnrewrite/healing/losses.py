@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import numpy as np
@@ -85,13 +85,16 @@ class Objective:
 
     `ids` names the tokens whose successors a causal model predicts, or is empty; `masks` the inputs that say which
     tokens count; `centered` whether states are compared without their mean, as layer norms see them. `end`: the id
-    whose successor is no target, for it is of another document; None where there is none.
+    whose successor is no target, for it is of another document; None where there is none. `classes`: how many labels
+    there may be, 0 where the data hold none. `like`: an input with a place for each token of the output, or empty.
     """
 
     ids: str
     masks: tuple[str, ...]
     centered: bool
     end: int | None = None
+    classes: int = 0
+    like: str = ""
 
     @classmethod
     def of(cls, program: Program, example: Tensors, run: Callable[[Tensors], object] | None = None) -> Self:
@@ -101,9 +104,14 @@ class Objective:
                 why = "its sequences have only one token"
                 raise LnrewriteError(Code.LN022, f"data: {name}", why, "give longer sequences (--length)")
         kinds = [site.norm.kind for s in program.network.streams for _, site in s.sites()]
-        masks = tuple(n for n, t in example.items() if "mask" in n and t.dim() == 2)
         run = run or (lambda batch: program.module()(**inputs_of(batch)))
-        return cls(_causal(program.spec.vocabularies, example, run), masks, 2 * kinds.count(Kind.LAYER) > len(kinds))
+        masks = tuple(n for n, t in example.items() if "mask" in n and t.dim() == 2 and _counts(n, example, run))
+        centered = 2 * kinds.count(Kind.LAYER) > len(kinds)
+        with torch.no_grad():
+            out = run(example)
+        like = [n for n, t in inputs_of(example).items() if t.shape[:2] == _first(out).shape[:2]]
+        found = cls(_causal(program.spec.vocabularies, example, run), masks, centered, like=like[-1] if like else "")
+        return found if LABELS not in example else replace(found, classes=found.scores(out, example).shape[-1])
 
     def has_task(self, batch: Tensors) -> bool:
         """Return whether there are targets: the next tokens of a causal model, or labels in the data."""
@@ -155,7 +163,11 @@ class Objective:
     def targets(self, batch: Tensors) -> Tensor:
         """Return the labels of a batch, or the tokens that follow, masked ones ignored."""
         if LABELS in batch:
-            return batch[LABELS].long()
+            found = batch[LABELS].long()
+            if found.device.type == "cpu" and found.numel() and (most := int(found.max())) >= self.classes > 0:
+                remedy = "give classes from 0 up, and -100 for none"
+                raise LnrewriteError(Code.LN022, "labels", f"they hold {most} of {self.classes} classes", remedy)
+            return found
         targets = batch[self.ids][:, 1:].long()
         for name in self.masks:
             targets = targets.masked_fill(batch[name][:, 1:] == 0, IGNORED)
@@ -166,7 +178,7 @@ class Objective:
         if self.has_task(batch):
             return int((self.targets(batch) != IGNORED).sum())
         masks = [batch[name] for name in self.masks]
-        return int(masks[0].sum()) if masks else next(iter(batch.values())).shape[:2].numel()
+        return int(masks[0].sum()) if masks else batch[self.like or next(iter(batch))].shape[:2].numel()
 
     def divergence(self, student: object, teacher: object, batch: Tensors) -> Tensor:
         """Return KL(teacher || student) of the logits or, without any, the relative squared error of the output."""
@@ -192,6 +204,31 @@ class Objective:
 
 def _first(outputs: object) -> Tensor:
     return next(t for t in tensors_in(outputs) if t.is_floating_point()).float()
+
+
+def _counts(mask: str, example: Tensors, run: Callable[[Tensors], object]) -> bool:
+    """Return whether a mask [rows, tokens] hides tokens of the output, and not those of another sequence.
+
+    What is hidden at the first place is changed: where the mask is of other tokens (an encoder's), the output stays.
+    """
+    inputs = inputs_of(example)
+    hidden = inputs | {mask: torch.ones_like(inputs[mask])}
+    hidden[mask][:, 0] = 0
+    at = [n for n, t in inputs.items() if n != mask and t.shape[:2] == inputs[mask].shape and "mask" not in n]
+    with torch.no_grad():
+        before = _first(run(hidden))
+        if before.shape[:2] != inputs[mask].shape:
+            return False
+        for name in at:
+            other = hidden | {name: inputs[name].clone()}
+            other[name][:, 0] = other[name].flatten(1)[:, -1:].view(-1, *[1] * (other[name].dim() - 2))
+            moved = (_first(run(other)) - before).abs() > 1e-5 * before.abs().max()
+            apart = moved.flatten(2).any(-1).any(0)
+            if not apart.any() and not torch.equal(other[name], hidden[name]):
+                return False
+            if apart[0] and not apart[1:].any():
+                return True
+    return True
 
 
 def _causal(limits: Mapping[str, int], example: Tensors, run: Callable[[Tensors], object]) -> str:

@@ -21,6 +21,7 @@ from ..errors import Code, LnrewriteError
 from ..ir.inputs import Content
 from ..loading.transformers import Tokenizer, tokenizer_in
 from ..models.program import Program
+from .fused import IGNORED
 from .sources import LABELS, LOGITS, ROWS, WIDE, ArraySource, BatchSource, IterableSource, Windows, chunks
 
 FORMS = (".txt", ".jsonl", ".parquet", ".npy", ".bin", ".npz", ".pt", ".safetensors")
@@ -93,11 +94,19 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
     data, spec = corpus.data, program.spec
     wide = how.wide(program, data)
 
+    labeled = list[bool]()
+
     def fitted(batch: object) -> Tensors:
         held = dict(batch) if isinstance(batch, Mapping) else batch
+        if isinstance(held, tuple | list) and len(held) == len(spec.names) + 1 and LABELS not in spec.names:
+            held = dict(zip((*spec.names, LABELS), held, strict=True))  # (inputs, labels), as loaders give them
         extra = {}
+        has = isinstance(held, dict) and LABELS in held
+        labeled.extend([has] if not labeled else [])
+        if labeled[0] != has:
+            raise data.bad("some of its batches hold labels, and others none", "give labels with all or with none")
         if isinstance(held, dict) and LABELS in held and LABELS not in spec.names:
-            extra = {LABELS: as_tensor(held.pop(LABELS), data.name)}
+            extra = {LABELS: labels_of(held.pop(LABELS), data)}
         return data.fitted(held) | extra
 
     if not isinstance(given, str) or data.importable:
@@ -105,7 +114,7 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
         first, walk = _peeked(items)
         if not is_document(first, how.field):
             kept = list(walk()) if isinstance(given, Iterator) else None
-            return IterableSource(lambda: map(fitted, walk() if kept is None else kept), data)
+            return IterableSource(lambda: map(fitted, walk() if kept is None else kept), data, how.processes)
         found: Run | Tensor | Tensors | list[Tensor] = _documents(corpus, pieces_in(walk(), how.field, data.bad))
     else:
         found = _read(corpus, how.field)
@@ -125,6 +134,16 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
             corpus.check(found)
         return ArraySource({name: found}, data, how.rows, wide, how.seed, lambda batch: data.fitted(batch[name]))
     return ArraySource(fitted(found), data, how.rows, wide, how.seed)
+
+
+def labels_of(given: object, data: Data) -> Tensor:
+    """Return labels as whole numbers. Raises LnrewriteError LN022 for others, and for negative ones but -100."""
+    found = as_tensor(given, data.name)
+    if found.is_floating_point() or found.is_complex() or found.dtype is torch.bool:
+        raise data.bad(f"its labels are of {found.dtype}", "give whole numbers: classes, and -100 for none")
+    if bool(((found < 0) & (found != IGNORED)).any()):
+        raise data.bad(f"its labels hold {int(found.min())}", "give classes from 0 up, and -100 for none")
+    return found
 
 
 def held_out_of(name: str, program: Program, how: Reading) -> list[Tensors]:

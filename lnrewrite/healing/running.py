@@ -40,7 +40,7 @@ class Healing:
 
     teacher: the first of the pair as it takes part. source: what is trained on. held: rows to choose rates on, may be
     empty. measured: rows to report. objective, mix: what is learned. living: the student where that is a module in
-    Python. gap: how far the student is from its teacher before the training, in nats.
+    Python. frozen: its parameters that stay. gap: how far the student is from its teacher before the training, in nats.
     """
 
     pair: Pair
@@ -55,6 +55,7 @@ class Healing:
     objective: Objective
     mix: Mix
     living: LivingStudent | None = None
+    frozen: Sequence[str] = ()
     gap: float = 0.0
 
     @cached_property
@@ -87,10 +88,11 @@ class Healing:
         if self.living:
             planned = fold(self.tapering, self.tapering.program) if self.tapering else self.pair.student
             self.living.check(planned, self.shown[:1])
-        names = trained(student, self.teacher, self.config.train)
+        names = trained(student, self.teacher, self.config.train) - {student.view.first(name) for name in self.frozen}
         held = student.named
         counted = {"which": TRAINED[self.config.train], "tensors": len(names)}
         counted |= {"parameters": sum(held[n].numel() for n in names)}
+        counted |= {"frozen": len(self.frozen)} if self.frozen else {}
         counted |= {"of": sum(p.numel() for p in student.program.module().parameters())}
         steps, rates, control = self.learned(student, names)
         healed, program = self.finished(student)
@@ -260,6 +262,9 @@ class Healing:
             notes.append("the data hold no targets, so no control is trained: the losses are distances to the teacher")
         elif not self.config.control:
             notes.append("no control was trained; the gap is against the teacher as it was")
+        worse, doubt = losses["healed"].minus(losses.get("converted", losses["healed"]))
+        if worse > 2 * (doubt or 0.0):
+            notes.append("the healed model is worse on what is held out than before it was healed")
         if "control" in losses and losses["control"].mean > losses["teacher"].mean:
             notes.append("the control ended worse than the teacher as it was, which the healed model is to be held to")
         self.draw([row for row in log if "loss" in row])

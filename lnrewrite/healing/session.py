@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ..backends.inputs import Tensors
 from ..backends.torch.capture import evaluating
 from ..data.batches import Data
 from ..errors import Code, UsageError
@@ -21,7 +24,7 @@ from ..quiet import LOGGER
 from .budget import Budget, Wanted, divided
 from .config import HealingConfig
 from .distributed import World
-from .living import LivingStudent, program_of
+from .living import LivingStudent, frozen_in, program_of
 from .losses import Mix, Objective
 from .opening import Reading, held_out_of, open_source, tokenizer_named
 from .outputs import Output, output_named
@@ -30,6 +33,7 @@ from .participant import Participant
 from .report import HealingReport
 from .running import Healing
 from .snapshots import Snapshots, check_run
+from .sources import BatchSource, Early
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +79,8 @@ def heal(
 
     output: where to write the result (.pt2 or .onnx); `force`: over what stands there. run: the folder of checkpoints,
     log.jsonl and loss.html; None uses a temporary one. resume: go on where that run stopped; the same seed gives the
-    same weights. restart: drop what a run that did not finish left there. Dropout stays off. Under torchrun work and
+    same weights. restart: drop what a run that did not finish left there. Parameters of a student
+    module that take no gradient stay, where others take one. Dropout stays off. Under torchrun work and
     networks are shared over all processes (FSDP2); the programs and modules that a process was given stay with it.
 
     Raises LnrewriteError: LN022 data, LN601 the student is no conversion of the teacher, LN602 no exact start, LN604
@@ -83,6 +88,7 @@ def heal(
     degrees: 2507.02559, 2602.10408; weight decay: 2605.26895.
     """
     plan = replace(config or HealingConfig(), **choices)
+    data = os.fspath(data) if isinstance(data, os.PathLike) else data
     if run:
         check_run(Path(run), resume, restart)
     target = output_named(output, force)
@@ -91,12 +97,13 @@ def heal(
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
         place = world.device if world.size == 1 else None  # of many, each holds its parts there and no more
+        frozen = frozen_in(student)
         programs = [program_of(model, kwargs, place) for model in (teacher, student)]
         for program in programs:
             stack.enter_context(evaluating(program.module()))
         (pair := Pair(*programs)).check()
         healing = given.healing(pair, world, stack)
-        healing.living = LivingStudent.of((teacher, student), pair, plan)
+        healing.living, healing.frozen = LivingStudent.of((teacher, student), pair, plan), frozen
         healed, program, report = healing.run()
         module = healing.living.take(program, healing.shown) if healing.living else program.module()
         if target:
@@ -132,23 +139,30 @@ class _Given:
         reads = tokenizer_named(self.tokenizer)
         how = (micro, self.length, plan.seed, reads, self.field, wanted.batches, world.size)
         reading = Reading(*how, run=watched.outputs)
-        source = open_source(self.data, teacher, reading)
+        source: BatchSource = open_source(self.data, teacher, reading)
         held, kept = divided(source.held_out, all(0 in each.free for each in teacher.spec))
         if self.held_out:
             kept = held_out_of(self.held_out, teacher, reading)
         data.check_run(watched.outputs, kept[0])
+        objective = replace(Objective.of(teacher, kept[0], watched.outputs), end=source.end)
+        if objective.ids and Early.lies(kept[0], objective.ids):
+            source, held, kept = Early(source), *([Early.moved(b) for b in each] for each in (held, kept))
+        if objective.has_task(kept[0]) and not any(objective.count(batch) for batch in kept):
+            raise data.bad("what is held out of it has no targets", "give more of it, or --held-out")
         budget = Budget.of(plan, source.batch(0), held)
         folder = self.run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
-        objective = replace(Objective.of(teacher, kept[0], watched.outputs), end=source.end)
         mix = mix_of(plan, objective.has_task(kept[0]))
-        snapshots = Snapshots(Path(folder), world, self.asked(pair.student, world), self.resume, self.restart)
+        asked = self.asked(pair, [*kept, source.batch(0)], world)
+        snapshots = Snapshots(Path(folder), world, asked, self.resume, self.restart)
         stack.callback(snapshots.leave)
         return Healing(pair, watched, source, held, kept, budget, plan, world, snapshots, objective, mix)
 
-    def asked(self, student: Program, world: World) -> Json:
-        """Return what has to be the same where a run goes on."""
+    def asked(self, pair: Pair, batches: Sequence[Tensors], world: World) -> Json:
+        """Return what has to be the same where a run goes on: the choices, both models, and some of the data."""
         asked = {**asdict(self.plan), "length": self.length, "held_out": self.held_out, "processes": world.size}
-        asked |= {"data": self.data if isinstance(self.data, str) else "given", "student": _digest(student)}
+        asked |= {"data": _digest(tensor for batch in batches for tensor in batch.values())}
+        asked |= {"teacher": _digest(_parts(pair.teacher)), "student": _digest(_parts(pair.student))}
+        asked |= {"structure": str(pair.student.stream)}
         named = isinstance(self.tokenizer, str | Path)
         return asked | {"field": self.field, "tokenizer": str(self.tokenizer) if named else self.tokenizer is not None}
 
@@ -165,5 +179,16 @@ def mix_of(config: HealingConfig, task: bool) -> Mix:
     return mix
 
 
-def _digest(program: Program) -> str:
-    return hashlib.sha256(str(program.stream).encode()).hexdigest()[:16]
+def _parts(program: Program) -> Iterator[Tensor]:
+    """Yield a few rows of each parameter of a program, which may lie on the disk."""
+    for name, held in program.module().named_parameters():
+        count = len(held) if held.dim() else 1
+        yield from (program.rows(name, slice(at, at + 1)) for at in sorted({0, count // 3, 2 * count // 3, count - 1}))
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """Return a short name for the numbers that tensors hold."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]

@@ -167,6 +167,8 @@ class Snapshots:
         try:
             text = path.read_text() if os.path.lexists(path) else ""
             lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+            if text.strip() and not lines and not os.path.lexists(self.folder / "run.json"):
+                raise ValueError("it holds no steps of a run")
             return list({(row["phase"], row["step"]): row for row in lines}.values())
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise _no_run(path, error) from error
@@ -232,6 +234,8 @@ def check_run(folder: Path, resume: bool, restart: bool = False) -> Json | None:
                 raise ValueError("it does not hold an object")
     except (OSError, ValueError, RecursionError) as error:
         raise _no_run(held, error) from error
+    if found is None or (restart and not resume):
+        check_ours(folder)
     if found is None and resume:
         why, remedy = "it holds no run to resume", "run without --resume, or name the folder of the run with --run"
         raise LnrewriteError(Code.LN605, str(folder), why, remedy)
@@ -241,6 +245,19 @@ def check_run(folder: Path, resume: bool, restart: bool = False) -> Json | None:
         remedy = "continue with --resume, or drop it with --force (restart=True)"
         raise LnrewriteError(Code.LN605, str(folder), "it holds a run that did not finish", remedy)
     return found
+
+
+def check_ours(folder: Path) -> None:
+    """Raise LnrewriteError LN605 where a folder holds what a new run would replace, and no run wrote that."""
+    kept = [p for p in (folder.iterdir() if folder.is_dir() else ()) if CHECKPOINT.fullmatch(p.name)]
+    whole = [p for p in kept if p.is_dir() and p.name[0] != "." and any(p.iterdir())]
+    foreign = [p for p in whole if not (p / ".metadata").exists()]
+    page, log = folder / "loss.html", folder / "log.jsonl"
+    if os.path.lexists(page) and not os.path.lexists(log):
+        foreign.append(page)
+    if foreign:
+        why = f"it holds {foreign[0].name}, which no run wrote, and a run would replace it"
+        raise LnrewriteError(Code.LN605, str(folder), why, "name another folder with --run, or move that away")
 
 
 def _states(view: nn.Module, optimizer: Optimizer) -> tuple[dict[str, ValueType], OptimizerStateType]:

@@ -10,9 +10,11 @@ from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..backends.inputs import Tensors
 from ..data.batches import Data
+from .fused import IGNORED
 
 LABELS = "labels"
 """The key of targets in a batch, where the model takes no input of that name: [batch, ...], -100 for none."""
@@ -26,8 +28,13 @@ WIDE, LOGITS = 32, 2**28
 WHOLE = slice(None)
 """All rows of a batch."""
 
-ROWS = 256
-"""At most so many rows are held out; of an iterable, its first eight batches."""
+ROWS, HELD = 256, 8
+"""At most so many rows are held out; of an iterable, so many batches, its first ones."""
+
+MEMORY = 1 << 30
+"""Bytes of an iterable's batches that are kept in memory, where it gives others whenever it is walked."""
+
+NONE_LEFT = "no batch is left to train on", "give more than eight batches"
 
 
 def number(*key: int | str) -> int:
@@ -129,14 +136,28 @@ class ArraySource(BatchSource):
 
 
 class IterableSource(BatchSource):
-    """Pass on the batches of an iterable, from its start again where it ends; the first ones are held out."""
+    """Pass on the batches of an iterable, from its start again where it ends; the first ones are held out.
 
-    def __init__(self, source: Callable[[], Iterator[Tensors]], data: Data) -> None:
+    Where another walk gives others (a loader that shuffles), one walk is all that is taken, and what was seen of it is
+    kept in memory: of what is held out nothing is trained on, and a batch stays what it was. Many `processes` would
+    see different ones: that is refused.
+    """
+
+    def __init__(self, source: Callable[[], Iterator[Tensors]], data: Data, processes: int = 1) -> None:
         self.source, self.data = source, data
-        self.next, self.last = 0, Tensors()
-        self.held_out = list(islice(source(), 8))
+        self.next, self.last, self.bytes = 0, Tensors(), 0
+        self.walk = source()
+        self.held_out = list(islice(self.walk, HELD))
         if not self.held_out:
             raise data.bad("it gives no batches", "give more than eight")
+        pairs = zip(self.held_out, islice(source(), HELD), strict=False)
+        self.kept: list[Tensors] | None = None if all(alike(*pair) for pair in pairs) else []
+        if self.kept is not None:
+            if processes > 1:
+                why = "it gives other batches whenever it is walked, so that each process would learn from others"
+                raise data.bad(why, "give them in one order (shuffle=False)")
+            told = "one walk is kept in memory and gone through again"
+            self.notes = (f"the data give other batches whenever they are walked: {told}",)
 
     @cached_property
     def _endless(self) -> Iterator[Tensors]:
@@ -147,14 +168,27 @@ class IterableSource(BatchSource):
                     empty = False
                     yield batch
                 if empty:
-                    raise self.data.bad("no batch is left to train on", "give more than eight batches")
+                    raise self.data.bad(*NONE_LEFT)
 
         return again()
+
+    def _remembered(self, kept: list[Tensors], index: int) -> Tensors:
+        while index >= len(kept) and (batch := next(self.walk, None)) is not None:
+            kept.append(batch)
+            self.bytes += sum(t.nbytes for t in batch.values())
+            if self.bytes > MEMORY:
+                why = "it gives other batches whenever it is walked, and more of them than are kept in memory (1 GiB)"
+                raise self.data.bad(why, "give them in one order (shuffle=False)")
+        if not kept:
+            raise self.data.bad(*NONE_LEFT)
+        return kept[index % len(kept)]
 
     def rows_of(self, index: int) -> int:
         return min(map(len, self.batch(index).values()))
 
     def batch(self, index: int, rows: slice = WHOLE) -> Tensors:
+        if self.kept is not None:
+            return {n: t[rows] for n, t in self._remembered(self.kept, index).items()}
         if index != self.next - 1:
             if index < self.next:
                 del self._endless
@@ -162,3 +196,39 @@ class IterableSource(BatchSource):
             self.last = next(islice(self._endless, index - self.next, None))
             self.next = index + 1
         return {n: t[rows] for n, t in self.last.items()}
+
+
+def alike(one: Tensors, two: Tensors) -> bool:
+    """Return whether two batches are the same."""
+    return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+class Early(BatchSource):
+    """Move labels that stand at their own tokens, as transformers has them, to the token before, which predicts them.
+
+    For causal models: a target is what follows. `lies` says whether labels stand so.
+    """
+
+    def __init__(self, source: BatchSource) -> None:
+        self.source, self.end = source, source.end
+        self.notes = (*source.notes, "labels are the tokens they stand at: each is what the token before it predicts")
+        self.held_out = [self.moved(batch) for batch in source.held_out]
+
+    @staticmethod
+    def lies(batch: Tensors, ids: str) -> bool:
+        """Return whether the labels of a batch are the tokens at their own places, where there are any."""
+        if LABELS not in batch or batch[LABELS].shape != batch[ids].shape:
+            return False
+        shown = batch[LABELS] != IGNORED
+        return bool(shown.any()) and torch.equal(batch[LABELS][shown], batch[ids][shown].to(batch[LABELS]))
+
+    @staticmethod
+    def moved(batch: Tensors) -> Tensors:
+        """Return a batch whose labels stand where they are predicted."""
+        return batch | {LABELS: F.pad(batch[LABELS][:, 1:], (0, 1), value=IGNORED)}
+
+    def rows_of(self, index: int) -> int:
+        return self.source.rows_of(index)
+
+    def batch(self, index: int, rows: slice = WHOLE) -> Tensors:
+        return self.moved(self.source.batch(index, rows))

@@ -1,0 +1,187 @@
+"""What a healing is given, by people who do not know what it does with it: data, folders, parameters that stay."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lnrewrite as lnr
+from commands import fails
+from lnrewrite.backends.inputs import spec_of
+from lnrewrite.data.batches import Data
+from lnrewrite.healing.losses import Objective
+from lnrewrite.healing.sources import IterableSource
+from tiers import rows
+from zoo import families
+
+FEW = {"steps": 2, "batch_size": 2, "control": False}
+
+
+def ids(seed: int, *shape: int) -> Tensor:
+    return torch.randint(60, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[nn.Module, Any, list[dict[str, Tensor]]]:
+    """Return a decoder, its program as peri, and batches."""
+    module, _ = families.build("llama")
+    batches = [{"input_ids": ids(i, 2, 12)} for i in range(20)]
+    teacher = lnr.capture(module, kwargs=batches[0])
+    made = lnr.Pipeline.parse("place{to=peri fit=constants}").run(teacher, batches[:2]).program
+    return module, (teacher, made), batches
+
+
+@pytest.mark.parametrize("seed", rows(range(20), range(3)))
+def test_of_a_loader_that_shuffles_nothing_is_trained_on_that_is_held_out(seed: int) -> None:
+    draw = random.Random(seed)
+    count, size = draw.randint(18, 60), draw.randint(1, 2)
+
+    def walk() -> Iterator[dict[str, Tensor]]:
+        order = draw.sample(range(count), count)
+        for start in range(0, count - size + 1, size):
+            yield {"ids": torch.tensor(order[start : start + size])[:, None]}
+
+    source = IterableSource(walk, Data("d", spec_of({"ids": torch.zeros(size, 1).long()})))
+    held = {int(v) for batch in source.held_out for v in batch["ids"].flatten()}
+    taken = [source.batch(i)["ids"] for i in range(2 * count)]
+    assert held.isdisjoint(int(v) for batch in taken for v in batch.flatten())
+    assert all(torch.equal(source.batch(i)["ids"], taken[i]) for i in draw.sample(range(2 * count), 5))
+    assert source.notes
+    with pytest.raises(lnr.LnrewriteError, match=r"LN022.*shuffle=False"):
+        IterableSource(walk, source.data, processes=2)
+
+
+def test_labels_at_their_own_tokens_are_what_comes_before_them_predicts(pair: Any) -> None:
+    """transformers' causal models move labels themselves; others come as they are predicted."""
+    _, (teacher, student), batches = pair
+    early = [b | {"labels": torch.cat([b["input_ids"][:, 1:], torch.full((2, 1), -100)], 1)} for b in batches]
+    own = [b | {"labels": b["input_ids"].clone()} for b in batches]
+    reports = [lnr.heal(teacher, student, data, **FEW).report for data in (batches, own, early)]
+    assert len({(r.targets, r.losses["teacher"]["mean"], r.losses["healed"]["mean"]) for r in reports}) == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [(9999, "hold 9999 of"), (-5, "hold -5"), (0.5, "labels are of"), (-100, "no targets"), (None, "others")],
+)
+def test_labels_that_are_none_are_told(label: float | None, why: str, pair: Any) -> None:
+    _, (teacher, student), batches = pair
+    data = [b | {"labels": torch.full((2, 12), label if label is not None else 1)} for b in batches]
+    data[3:] = batches[3:] if label is None else data[3:]
+    with pytest.raises(lnr.LnrewriteError, match=f"LN022.*{why}"):
+        lnr.heal(teacher, student, data, **FEW)
+
+
+def test_pairs_of_inputs_and_labels_are_taken(pair: Any) -> None:
+    module, inputs = families.build("vit")
+    data = [(torch.randn(2, *inputs["pixel_values"].shape[1:]), ids(i, 2) % 2) for i in range(12)]
+    teacher = lnr.capture(Scores(module, inputs), kwargs={"pixel_values": data[0][0]})
+    student = lnr.Pipeline.parse("place{to=peri fit=constants}").run(teacher).program
+    assert lnr.heal(teacher, student, data, **FEW).report.targets == 2 * 8
+
+
+class Scores(nn.Module):
+    """Give two scores of an image."""
+
+    def __init__(self, module: nn.Module, inputs: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.module, width = module, module(**inputs)[0].shape[-1]
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.head(self.module(pixel_values=pixel_values)[0].flatten(1, -2).mean(1))
+
+
+@pytest.mark.parametrize(("source", "target"), [(12, 12), (12, 7)])
+def test_a_mask_counts_the_tokens_of_its_own_sequence(source: int, target: int) -> None:
+    module, _ = families.build("t5")
+    batch = {"input_ids": ids(0, 2, source), "attention_mask": torch.ones(2, source).long()}
+    batch |= {"decoder_input_ids": ids(1, 2, target)}
+    batch["attention_mask"][:, 5:] = 0
+    program = lnr.capture(module, kwargs=batch)
+    assert Objective.of(program, batch).masks == () and Objective.of(program, batch).count(batch) == 2 * target
+    given = batch | {"decoder_attention_mask": torch.ones(2, target).long()}
+    program = lnr.capture(module, kwargs=given)
+    assert Objective.of(program, given).masks == ("decoder_attention_mask",)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_mask_of_the_tokens_counts_them(family: str) -> None:
+    module, _ = families.build(family)
+    batch = {"input_ids": ids(0, 2, 12), "attention_mask": torch.ones(2, 12).long()}
+    batch["attention_mask"][:, 8:] = 0
+    assert Objective.of(lnr.capture(module, kwargs=batch), batch).masks == ("attention_mask",)
+
+
+def test_parameters_that_take_no_gradient_stay(pair: Any) -> None:
+    module, (teacher, _), batches = pair
+    student = lnr.convert(module, to="peri", kwargs=batches[0], calibrate=batches[:2], live=True)
+    frozen = [n for n, p in student.named_parameters() if "embed" in n or "q_proj" in n]
+    for name in frozen:
+        student.get_parameter(name).requires_grad_(False)
+    before = {n: p.detach().clone() for n, p in student.named_parameters()}
+    found = lnr.heal(module, student, batches, kwargs=batches[0], **FEW)
+    moved = {n for n, p in found.module.named_parameters() if not torch.equal(before[n], p)}
+    assert moved and moved.isdisjoint(frozen)
+
+
+def test_a_run_goes_on_with_its_own_models_and_data_alone(pair: Any, tmp_path: Path) -> None:
+    _, (teacher, student), batches = pair
+    other = teacher.apply([], "other")[0]
+    with torch.no_grad():
+        other.module().get_parameter("lm_head.weight").mul_(1.01)
+
+    def stops() -> Iterator[dict[str, Tensor]]:
+        yield from batches[:12]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lnr.heal(teacher, student, stops, **FEW | {"steps": 9, "save_steps": 1}, run=tmp_path)
+    for models, data, what in (
+        ((other, student), batches, "teacher"), ((teacher, other), batches, "student"),
+        ((teacher, student), [{"input_ids": (b["input_ids"] + 1) % 60} for b in batches], "data"),
+    ):  # fmt: skip
+        with pytest.raises(lnr.LnrewriteError, match=f"LN605.*{what}"):
+            lnr.heal(*models, data, **FEW | {"steps": 9, "save_steps": 1}, run=tmp_path, resume=True)
+    found = lnr.heal(teacher, student, batches, **FEW | {"steps": 9, "save_steps": 1}, run=tmp_path, resume=True)
+    assert found.report.tokens == 9 * 2 * 12
+
+
+MINE = {
+    "log.jsonl": '["my", "log"]\n', "loss.html": "mine", "global-000500/weights.bin": "mine", "local-000001/a": "mine",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MINE)
+def test_what_no_run_wrote_stays(name: str, pair: Any, tmp_path: Path) -> None:
+    _, (teacher, student), batches = pair
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(MINE[name])
+    for restart in (False, True):
+        with pytest.raises(lnr.LnrewriteError, match="LN605"):
+            lnr.heal(teacher, student, batches, **FEW, run=tmp_path, restart=restart)
+    assert (tmp_path / name).read_text() == MINE[name]
+
+
+@pytest.mark.parametrize("place", ["teacher", "teacher/inside", "data.json"])
+def test_what_is_read_is_never_written_over(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module, _ = families.build("llama")
+    module.save_pretrained(tmp_path / "teacher")
+    shutil.copytree("teacher", "student")
+    data = tmp_path / "data.json"
+    data.mkdir()
+    (data / "rows.jsonl").write_text(json.dumps({"text": "a"}))
+    before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
+    asked = ["teacher", "student", "--data", str(data / "rows.jsonl"), "--force"]
+    for more in (["-o", place], ["-o", "out", "--run", place]):
+        fails("LN025", 1, "heal", *asked, *more)
+    assert sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()) == before
