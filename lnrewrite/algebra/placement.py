@@ -255,7 +255,7 @@ class Conversion:
 
     def value(self, norm: Norm, u: Floats) -> Floats:
         gain = 1.0 if norm.computed else self.context.gain(norm)
-        return gain * u + (self.context.values(norm.beta) if norm.beta else 0.0)
+        return gain * u + (self.context.values(norm.beta).reshape(-1) if norm.beta else 0.0)
 
     def rescale(self, block: Block, by: Floats, plus: Floats | None, operations: list[Operation]) -> None:
         """Make the branch end in by * f + plus: in its writers where that is whole, else as an operation."""

@@ -20,14 +20,17 @@ class Operands:
         self.gains: dict[str, Floats] = {}
 
     def remember(self, edits: Iterable[Edit]) -> None:
-        """Read the gains and biases that edits speak of: they mean those from before the first edit."""
+        """Read the gains and biases that edits speak of: they mean those from before the first edit.
+
+        They are vectors [channels] however they are stored: [channels, 1, 1] beside channels that come first.
+        """
         for operation in (o for edit in edits for o in edit.operations):
             values = [getattr(operation, field.name) for field in fields(operation)]
             names = [value.param for value in values if isinstance(value, Gain)]
             if isinstance(operation, Normalize):
                 names += [name for name in (operation.norm.gamma, operation.norm.beta) if name]
             new = [name for name in names if name not in self.gains and self.editor.holds_value(name)]
-            self.gains |= {name: self.editor.read(name) for name in new}
+            self.gains |= {name: self.editor.read(name).reshape(-1) for name in new}
 
     def array(self, value: Value) -> Floats:
         """Return a vector or a matrix in float64; a parameter's is the one from before the first edit."""
@@ -40,6 +43,11 @@ class Operands:
                 fail(self.editor.label, f"{value} has no vector")
             case _:
                 return np.asarray(self.vectors[value.digest], dtype=np.float64)
+
+    def spread(self, value: Value, channels: int) -> Floats:
+        """Return a vector for so many channels, which are runs of as many as it has, one at least."""
+        vector = self.array(value).reshape(-1)
+        return np.tile(vector, channels // vector.size)
 
     def change(self, value: Value, transposed: bool = False) -> Change:
         """Return what multiplies each row [..., channels] by a value's matrix, or by its transpose."""

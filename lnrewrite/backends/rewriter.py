@@ -284,8 +284,8 @@ class Rewriter(Generic[Handle]):
         """W <- W diag(scale), or W scale for a matrix; c <- c + W_old shift."""
         reader = op.reader
         if op.shift is not None:
-            shift = self.operands.array(op.shift)
-            parts = [(rows @ shift).reshape(len(rows), -1) for rows in self.editor.rows(reader.param, reader.axis)]
+            spread, held = self.operands.spread, self.editor.rows(reader.param, reader.axis)
+            parts = [(rows @ spread(op.shift, rows.shape[-1])).reshape(len(rows), -1) for rows in held]
             self.add_bias(reader, np.concatenate(parts).sum(1))
         if op.scale is not None:
             self.editor.transform(reader.param, reader.axis, self.operands.change(op.scale, transposed=True))
@@ -297,8 +297,8 @@ class Rewriter(Generic[Handle]):
         if bias := self.bias(writer):
             self.editor.transform(bias, None, by)
         if op.shift is not None:
-            shift, channels = self.operands.array(op.shift), next(self.editor.rows(writer.param, writer.axis)).shape[-1]
-            self.add_bias(writer, np.tile(shift, channels // shift.size))
+            channels = next(self.editor.rows(writer.param, writer.axis)).shape[-1]
+            self.add_bias(writer, self.operands.spread(op.shift, channels))
 
     # ---- parameters ----
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from traceback import extract_tb
 from typing import Any, Protocol, Self
 
-from ..errors import Code, Different, Refusal
+from ..errors import Code, Different, LnrewriteError, Refusal, told, words
 from ..ir import Edit, Proposal, Stream
 from .results import Gap
 
@@ -33,6 +34,12 @@ class Unproved(Different):
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(Code.LN404, what, why, "please report this model; fewer passes, or blocks=..., may do")
+
+
+def failing(fault: Exception) -> str:
+    """Return what fails with an error, and where it was raised if the error has no words of its own."""
+    places = [] if words(fault) else extract_tb(fault.__traceback__)[-1:]
+    return f"fails with {told(fault)}" + "".join(f" in {place.name}, at {place.line!r}" for place in places)
 
 
 class Provable(Protocol):
@@ -65,7 +72,12 @@ class Witness:
         """Raise Unproved where a program computes something else than the one that was asked."""
         if self.evidence is None:
             return
-        gap = program.away(self.evidence)
+        try:
+            gap = program.away(self.evidence)
+        except LnrewriteError:
+            raise
+        except Exception as fault:  # of ours, or of a library's: what does not run is not proved
+            raise Unproved(what, f"running the result {failing(fault)}") from fault
         if gap.unexplained > self.allowed and not self.each:
             raise Unproved(what, f"the result's outputs are {gap.error:.1e} (relative) from the model's")
         self.error = gap.error
@@ -93,7 +105,7 @@ def sound(
         try:
             error = program.apply(with_(chosen), label)[0].away(evidence).unexplained
         except Exception as fault:
-            return f"carrying it out fails with {type(fault).__name__}: {fault}"
+            return f"carrying it out {failing(fault)}"
         wrong = error > allowed + stated(e for _, e in chosen)
         return f"with it the outputs are {error:.1e} (relative) from the model's" if wrong else ""
 

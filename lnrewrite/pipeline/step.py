@@ -16,7 +16,7 @@ from .protocols import Context, M, Proposer, Samples
 from .report import Expected, Fitted, Skipped, Step
 from .results import Drift
 from .shares import agreed, everyone
-from .sounding import Unproved, Witness, sound, stated
+from .sounding import Unproved, Witness, failing, sound, stated
 from .spec import spell
 
 ROUNDING = 1e-6
@@ -109,7 +109,7 @@ class Turn(Generic[M]):
             except LnrewriteError:
                 raise
             except Exception as fault:  # of ours: an edit that has no place
-                raise Unproved(text, f"carrying it out fails with {type(fault).__name__}: {fault}") from fault
+                raise Unproved(text, f"carrying it out {failing(fault)}") from fault
         skipped = tuple(Skipped(item.name, site, why) for _, p in proposals for site, why in p.not_applicable)
         edits = [e for _, p in wanted for e in p.edits if e.expected is not None or e.note]
         expected = tuple(Expected(e.target, e.expected, e.note) for e in edits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 
@@ -15,6 +14,7 @@ from ...detect.graph import OpGraph
 from ...ir import Kind, Norm
 from ..editor import Use
 from ..values import Change, Floats, changed, pieces
+from .file import release
 from .norms import Attributes, cast, constant, resemble, write_norm
 from .session import worked_out
 
@@ -199,7 +199,7 @@ class OnnxEditor:
         for piece in pieces(tensor.numpy(), axis):
             yield piece.astype(np.float64)
         del piece
-        _release(tensor)
+        release(tensor)
 
     def worked_out(self, name: str) -> Floats:
         """Return the value of a node that initializers alone decide."""
@@ -211,7 +211,7 @@ class OnnxEditor:
 
         def evaluate() -> ir.TensorProtocol:
             array = changed(tensor.numpy(), axis, change)
-            _release(tensor)
+            release(tensor)
             return ir.Tensor(array, dtype=tensor.dtype, name=param)
 
         lazy = ir.LazyTensor(evaluate, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=param)
@@ -287,10 +287,3 @@ def _inside(node: ir.Node) -> Iterator[ir.Node]:
         elif attribute.type == ir.AttributeType.GRAPHS:
             for graph in attribute.as_graphs():
                 yield from ir.traversal.RecursiveGraphIterator(graph)
-
-
-def _release(tensor: ir.TensorProtocol) -> None:
-    """Give the memory of a mapped file back, unless somebody still looks at it."""
-    if isinstance(tensor, ir.ExternalTensor):
-        with suppress(BufferError):
-            tensor.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +116,19 @@ def whole(model: ir.Model) -> ir.Model:
         held += [a.value for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR]
     if not any(isinstance(tensor, ir.ExternalTensor) for tensor in held):
         return model
-    return ir.external_data.load_to_model(model.clone())
+    model = model.clone()
+    for value in _initializers(model):
+        if isinstance(tensor := value.const_value, ir.ExternalTensor):
+            value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
+            release(tensor)
+    return model
+
+
+def release(tensor: ir.TensorProtocol) -> None:
+    """Give the memory of a mapped file back, unless somebody still looks at it, as the traceback of an error does."""
+    if isinstance(tensor, ir.ExternalTensor):
+        with suppress(BufferError):
+            tensor.release()
 
 
 LINEAR = {"MatMul", "Gemm", "Conv", "ConvTranspose"}
