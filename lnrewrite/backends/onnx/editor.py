@@ -15,7 +15,7 @@ from ...ir import Kind, Norm
 from ..editor import Use
 from ..values import Change, Floats, changed, pieces
 from .file import release
-from .norms import Attributes, cast, constant, resemble, write_norm
+from .norms import Attributes, cast, constant, dtype_of, resemble, write_norm
 from .session import worked_out
 
 BIASED = {"Gemm", "Conv", "ConvTranspose"}
@@ -81,8 +81,7 @@ class OnnxEditor:
         """Return a new scale * x + shift, either of which may be left out."""
         result = x
         if isinstance(scale, float):
-            assert x.dtype is not None
-            by = constant(self.graph, self.unique(f"{x.name}.by"), np.array(scale, x.dtype.numpy()))
+            by = constant(self.graph, self.unique(f"{x.name}.by"), np.array(scale, dtype_of(x).numpy()))
             result, scale = self.node("Mul", [x, by], x, f"{x.name}.times"), None
         for operator, param in (("Mul", scale), ("Add", shift)):
             if param is not None:
@@ -119,18 +118,17 @@ class OnnxEditor:
 
     def size(self, x: ir.Value, norm: Norm, usual: float) -> ir.Value:
         """Return what a norm divides `x` by, over `usual`; in float32 where `x` is narrower."""
-        assert x.dtype is not None
-        value = cast(self.node, x, ir.DataType.FLOAT) if x.dtype.itemsize < ir.DataType.FLOAT.itemsize else x
+        narrow = dtype_of(x).itemsize < ir.DataType.FLOAT.itemsize
+        value = cast(self.node, x, ir.DataType.FLOAT) if narrow else x
         value = self.center(value, norm.axis) if norm.kind is Kind.LAYER else value
-        assert value.dtype is not None
         mean = self.mean(self.node("Mul", [value, value], value, f"{x.name}.square"), norm.axis)
-        like = value.dtype.numpy()
+        like = dtype_of(value).numpy()
         eps = constant(self.graph, self.unique(f"{x.name}.eps"), np.array(norm.eps, like))
         root = self.node("Sqrt", [self.node("Add", [mean, eps], mean, f"{x.name}.variance")], mean, f"{x.name}.root")
         if usual != 1:
             by = constant(self.graph, self.unique(f"{x.name}.usual"), np.array(usual, like))
             root = self.node("Div", [root, by], root, f"{x.name}.size")
-        return root if value.dtype == x.dtype else cast(self.node, root, x.dtype)
+        return cast(self.node, root, dtype_of(x)) if narrow else root
 
     def times(self, x: ir.Value, by: ir.Value, inverse: bool) -> ir.Value:
         """Return a new x * by, or x / by."""
@@ -143,8 +141,7 @@ class OnnxEditor:
         lazy = ir.LazyTensor(lambda: ir.Tensor(tensor.numpy(), dtype=dtype, name=name), dtype, shape, name=name)
         copy = ir.Value(name=name, shape=old.shape, type=old.type, const_value=lazy)
         self.graph.register_initializer(copy)
-        assert node is not None
-        for index, value in enumerate(node.inputs):
+        for index, value in enumerate(node.inputs if node is not None else ()):
             if (new := self.rebuilt(value, old, copy)) is not None:
                 node.replace_input_with(index, new)
                 return
@@ -219,9 +216,8 @@ class OnnxEditor:
 
     def create(self, name: str, values: Floats, like: ir.Value) -> str:
         """Make an initializer under that name, or one like it, in the dtype of `like`."""
-        assert like.dtype is not None
         name = self.unique(name)
-        constant(self.graph, name, values.astype(like.dtype.numpy()))
+        constant(self.graph, name, values.astype(dtype_of(like).numpy()))
         return name
 
     def finish(self) -> None:
@@ -233,7 +229,8 @@ class OnnxEditor:
 
     def tensor(self, param: str) -> ir.TensorProtocol:
         tensor = self.graph.initializers[param].const_value
-        assert tensor is not None
+        if tensor is None:
+            raise LookupError(f"{param} holds no values")
         return tensor
 
     def unique(self, name: str) -> str:

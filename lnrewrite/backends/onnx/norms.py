@@ -11,7 +11,7 @@ own operators take the add before the norm in as well:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -35,6 +35,8 @@ OPERATORS = {Kind.LAYER: LAYER, Kind.RMS: RMS}
 SKIP = {LAYER: "SkipLayerNormalization", RMS: "SkipSimplifiedLayerNormalization"}
 PLAIN = {skip: norm for norm, skip in SKIP.items()}
 """What a Skip* operator is without its add."""
+TELLING = {*SKIP, *PLAIN, STANDARD_RMS, "MatMul", "Add", "Mul"}
+"""Operators whose stored operands tell how wide the others are."""
 EPSILON = {
     **dict.fromkeys((LAYER, RMS, STANDARD_RMS), 1e-5), **dict.fromkeys(PLAIN, 1e-12),
     **dict.fromkeys(("BatchNormalization", "InstanceNormalization", "GroupNormalization"), 1e-5),
@@ -167,8 +169,8 @@ def write_norm(
 
 def _compressed(graph: ir.Graph, write: Write, eps: float, x: ir.Value, name: str) -> ir.Value:
     """Write x / sqrt((sum x^2 + (sum x)^2) / (n + 1) + eps)."""
-    assert x.dtype is not None and x.shape is not None
-    kept, like = ir.Shape([*x.shape[:-1], 1]), x.dtype.numpy()
+    width, like = width_of(x), dtype_of(x).numpy()
+    kept = None if x.shape is None else ir.Shape([*x.shape[:-1], 1])
     old = graph.opset_imports.get("", 1) < 13
     axes = [] if old else [constant(graph, "lnrewrite.axis-1", np.array([-1], np.int64))]
     held: Attributes = {"axes": [-1], "keepdims": 1} if old else {"keepdims": 1}
@@ -181,7 +183,7 @@ def _compressed(graph: ir.Graph, write: Write, eps: float, x: ir.Value, name: st
     square = write("Mul", [x, x], x, f"{name}.square")
     once, twice = (narrow("ReduceSum", [v, *axes], part) for v, part in ((x, "sum"), (square, "squares")))
     total = narrow("Add", [twice, narrow("Mul", [once, once], "sum_squared")], "total")
-    numbers = {"count": float(int(str(x.shape[-1])) + 1), "eps": eps}
+    numbers = {"count": float(width + 1), "eps": eps}
     many, small = (constant(graph, f"{name}.{key}", np.array(by, like)) for key, by in numbers.items())
     mean = narrow("Add", [narrow("Div", [total, many], "mean"), small], "variance")
     return write("Div", [x, narrow("Sqrt", [mean], "root")], x, f"{name}.normed")
@@ -189,17 +191,16 @@ def _compressed(graph: ir.Graph, write: Write, eps: float, x: ir.Value, name: st
 
 def _vector(graph: ir.Graph, write: Write, value: ir.Value, x: ir.Value, plus_one: bool = False) -> ir.Value:
     """Return a constant vector [width] in the dtype of `x`, computed in the graph where it has another form."""
-    name = value.name
-    assert x.dtype is not None and value.dtype is not None
+    name, wanted, held = value.name, dtype_of(x), dtype_of(value)
     if plus_one:
-        one = constant(graph, f"lnrewrite.one.{value.dtype.name.lower()}", np.ones((), value.dtype.numpy()))
+        one = constant(graph, f"lnrewrite.one.{held.name.lower()}", np.ones((), held.numpy()))
         value = write("Add", [value, one], value, f"{name}.plus_one")
     if value.shape is not None and len(value.shape) != 1:
         flat = constant(graph, "lnrewrite.flat", np.array([-1], np.int64))
         shape = [1] if all(d == 1 for d in value.shape) else None if x.shape is None else x.shape[-1:]
         value = write("Reshape", [value, flat], value, f"{name}.flat")
         value.shape = None if shape is None else ir.Shape(shape)
-    value = value if value.dtype == x.dtype else cast(write, value, x.dtype)
+    value = value if held == wanted else cast(write, value, wanted)
     if value.shape is not None and value.shape[0] == 1 and x.shape is not None and x.shape[-1] != 1:
         value = write("Mul", [ones(graph, x), value], ones(graph, x), f"{name}.wide")  # one number for all channels
     return value
@@ -223,9 +224,53 @@ def zeros(graph: ir.Graph, x: ir.Value) -> ir.Value:
 
 
 def _filled(graph: ir.Graph, x: ir.Value, name: str, number: int) -> ir.Value:
-    assert x.shape is not None and x.dtype is not None
-    width = int(str(x.shape[-1]))
-    return constant(graph, f"{name}.{width}.{x.dtype.name.lower()}", np.full(width, number, x.dtype.numpy()))
+    width, dtype = width_of(x), dtype_of(x)
+    return constant(graph, f"{name}.{width}.{dtype.name.lower()}", np.full(width, number, dtype.numpy()))
+
+
+def width_of(x: ir.Value) -> int:
+    """Return how many channels a value has at its last axis, as its shape says, or a norm or a product beside it.
+
+    Raises LookupError where neither does.
+    """
+    told = (size for node, place in _beside(x) if (size := _told(node, place)) is not None)
+    found = _size(x, -1) or next(told, None)
+    if found is None:
+        raise LookupError(f"{x.name} has no known width, which a new norm of it needs")
+    return found
+
+
+def dtype_of(x: ir.Value) -> ir.DataType:
+    """Return a value's type, or that of what it meets. Raises LookupError where neither is known."""
+    beside = (v.dtype for node, _ in _beside(x) for v in node.inputs[:2] if v is not None)
+    found = x.dtype or next((dtype for dtype in beside if dtype is not None), None)
+    if found is None:
+        raise LookupError(f"{x.name} has no known type, which what is made of it needs")
+    return found
+
+
+def _beside(x: ir.Value) -> Iterator[tuple[ir.Node, int | None]]:
+    """Yield the norms, products and sums that read a value, with the place where they do, and the one that makes it."""
+    made = x.producer()
+    given = [*((use.node, use.idx) for use in x.uses()), *([] if made is None else [(made, None)])]
+    yield from ((node, place) for node, place in given if node.op_type in TELLING and (place or 0) < 2)
+
+
+def _told(node: ir.Node, place: int | None) -> int | None:
+    """Return how wide a node says that its input at a place is, or its output; None where it does not say it."""
+    if (norm := NormNode.read(node)) is not None:
+        return _size(norm.gain, -1)
+    ranks = [len(v.shape) if v is not None and v.shape is not None else 0 for v in node.inputs[:2]]
+    if node.op_type == "MatMul":
+        return _size(node.inputs[1], -1 if place is None else 0) if ranks[1:] == [2] and place != 1 else None
+    sizes = (_size(v, -1) for v, rank in zip(node.inputs[:2], ranks, strict=True) if rank == 1)
+    return next((size for size in sizes if size is not None and size > 1), None)
+
+
+def _size(value: ir.Value | None, axis: int) -> int | None:
+    """Return a size that is known."""
+    size = str(value.shape[axis]) if value is not None and value.shape is not None and len(value.shape) else ""
+    return int(size) if size.isdecimal() else None
 
 
 def constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:

@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
+from .integers import work_out_integers
 from .norms import CONTRIB
 from .widths import told_by_gains, told_by_heads, told_by_products, told_by_reshapes, told_by_sublayers
 
@@ -24,14 +25,19 @@ TOLD = told_by_reshapes, told_by_products, told_by_sublayers, told_by_heads, tol
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Fill in the shapes and types that a model's values lack, where onnx's own inference, or a gain, tells them."""
+    """Fill in the shapes and types that a model's values lack, where onnx's own inference, or a gain, tells them.
+
+    Integers that are computed of constants alone become constants: inference does not follow all that computes them.
+    """
     if all(v.shape is not None and v.dtype is not None for node in model.graph for v in node.outputs):
         return
+    work_out_integers(model)
     with _meanings(model), _products(model.graph):
         again = True
         while again:
             ShapeInferencePass(check_type=False, strict_mode=False)(model)
             again = any(tell(model.graph) for tell in TOLD)
+    infer_types(model)
 
 
 def infer_types(model: ir.Model) -> None:
