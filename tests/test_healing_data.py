@@ -185,3 +185,25 @@ def test_what_is_read_is_never_written_over(place: str, tmp_path: Path, monkeypa
     for more in (["-o", place], ["-o", "out", "--run", place]):
         fails("LN025", 1, "heal", *asked, *more)
     assert sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()) == before
+
+
+@pytest.mark.parametrize("id", [70_000, -1])
+def test_ids_without_a_row_are_told_wherever_they_come_from(id: int, pair: Any) -> None:
+    module, _, batches = pair
+    data = [*batches[:3], {"input_ids": torch.full((2, 12), id)}]
+    for given in (data, lambda: iter(data)):
+        with pytest.raises(lnr.LnrewriteError, match=f"LN022.*input_ids holds {id}"):
+            lnr.convert(module, "peri", kwargs=batches[0], calibrate=given, fit="constants")
+
+
+def test_padding_in_calibration_data_is_told(pair: Any) -> None:
+    module, _, batches = pair
+    data = [b | {"attention_mask": torch.ones(2, 12).long(), "labels": b["input_ids"]} for b in batches[:3]]
+    notes = []
+    for hidden in (0, 4):
+        data[0]["attention_mask"][:, 12 - hidden :] = 0
+        program = lnr.capture(module, kwargs={n: t for n, t in data[0].items() if n != "labels"})
+        notes.append(
+            "a mask hides" in str(lnr.Pipeline.parse("place{to=peri fit=constants}").run(program, data).report)
+        )
+    assert notes == [False, True]

@@ -56,6 +56,10 @@ def read_tensors(path: Path, code: Code) -> Tensor | dict[str, Tensor] | list[Te
         why = f"it does not hold plain tensors ({type(error).__name__})"
         raise LnrewriteError(code, what, why, REMEDY) from error
     tensors = held.values() if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else [held]
+    held_here = [t for t in tensors if isinstance(t, Tensor)]
+    if odd := [t for t in held_here if t.is_meta or t.is_quantized or t.layout is not torch.strided]:
+        why = f"it holds a tensor without plain numbers ({'meta' if odd[0].is_meta else odd[0].layout}, {odd[0].dtype})"
+        raise LnrewriteError(code, what, why, "save dense tensors of plain numbers")
     if not tensors or not all(isinstance(t, Tensor) for t in tensors):
         raise LnrewriteError(
             code, what, f"it holds a {type(held).__name__} of something other than tensors", "save tensors"

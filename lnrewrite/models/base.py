@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from ..backends.inputs import check_ids
 from ..backends.running import Runnable, as_runnable
 from ..comparison.proving import Evidence
 from ..comparison.verifying import drift
@@ -219,7 +221,16 @@ class GraphModel(Exportable, Generic[StoredT]):
         """Return inputs that the model accepts, by name."""
 
     def placed(self, batch: Batch) -> Batch:
-        """Return a batch where the model runs."""
+        """Return a batch where the model runs, without labels that it does not take.
+
+        Raises LnrewriteError LN022 for ids that a table has no row for.
+        """
+        if isinstance(batch, Mapping) and "labels" not in self.spec.names:
+            batch = {name: value for name, value in batch.items() if name != "labels"}
+        given = batch if isinstance(batch, Mapping) else dict(zip(self.spec.names, batch, strict=False))
+        for name, rows in self.spec.rows.items():
+            if name in given:
+                check_ids(name, rows, torch.as_tensor(given[name]), "calibration data")
         return batch
 
     def trials(self, seed: int) -> Sequence[Batch]:

@@ -147,7 +147,7 @@ class Program(GraphModel[torch.Tensor]):
 
     def placed(self, batch: Batch) -> Batch:
         """Return a batch on the device of the model."""
-        found: Batch = brought(batch, self._capture.module)
+        found: Batch = brought(super().placed(batch), self._capture.module)
         return found
 
     def shape(self, param: str) -> tuple[int, ...]:

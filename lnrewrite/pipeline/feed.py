@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
@@ -21,7 +21,7 @@ class Feed:
     """Hold the calibration data, read when first asked for, in two parts: one to fit on, one to measure with."""
 
     program: Model
-    given: Iterable[Batch] | None
+    given: Iterable[Batch] | Callable[[], Iterable[Batch]] | None
     seed: int
     name: str | None
 
@@ -32,7 +32,10 @@ class Feed:
             return list(self.program.synthetic(self.seed))
         if isinstance(self.given, Mapping):
             self._refuse("this is one batch, not an iterable of batches")
-        batches = agreed(list(self.given))  # what is random in an iterable is not the same in every process
+        given = self.given() if callable(self.given) else self.given
+        if not isinstance(given, Iterable):
+            self._refuse(f"this is a {type(given).__name__}, not an iterable of batches")
+        batches = agreed(list(given))  # what is random in an iterable is not the same in every process
         if not batches:
             self._refuse("it is empty")
         for batch in batches:
@@ -91,6 +94,10 @@ class Feed:
                 f"no calibration data were given, so gains and drift rest on synthetic inputs{chosen} and may be far "
                 "from what real inputs give; give real ones with --calibrate DATA (calibrate=...)"
             )
+        if self.given is not None and "batches" in vars(self) and any(map(_hides, self.batches)):
+            notes.append(
+                "tokens that a mask hides count in the fit and in the drift as all others do; give rows without padding"
+            )
         if drift and (drift.relative_error or 0) > LARGE:
             notes.append(
                 f"the outputs moved by {drift.relative_error:.0%}: constants stand where the model has one scalar "
@@ -107,3 +114,10 @@ class Feed:
                 "give two or more"
             )
         return tuple(notes)
+
+
+def _hides(batch: Batch) -> bool:
+    """Return whether a batch holds a mask [rows, tokens] with zeros."""
+    named = batch.items() if isinstance(batch, Mapping) else ()
+    masks = [v for name, v in named if "mask" in name and getattr(v, "ndim", 0) == 2]
+    return any(bool((mask == 0).any()) for mask in masks)
