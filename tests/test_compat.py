@@ -66,8 +66,20 @@ def operators() -> None:
     assert names.operator_name(aten.layer_norm.default) == "layer_norm"
     assert names.operator_name(operator.getitem) == "getitem" and names.schema_of(operator.getitem) is None
     assert not names.operator_name("alias")
-    assert isinstance(torch.ops.higher_order.cond, names.HigherOrderOperator)
     assert isinstance(aten.add.Tensor, names.OpOverload)
+
+
+def graphs() -> None:
+    held = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)).module()
+    assert vars(held).keys() - vars(nn.Module()).keys() <= names.GRAPH_ATTRIBUTES
+    assert "graph" in names.GRAPH_ATTRIBUTES and not {"weight", "training"} & names.GRAPH_ATTRIBUTES
+
+
+def maps() -> None:
+    with pytest.raises(ZeroDivisionError), names.closing_maps():
+        torch._C._functorch._vmap_increment_nesting(2, "error")
+        raise ZeroDivisionError
+    assert not torch._C._functorch.get_dynamic_layer_stack_depth()
 
 
 def shards() -> None:
@@ -119,9 +131,10 @@ def guarded() -> None:
 
 HELD: dict[Callable[[], None], set[str]] = {
     trees: {"TreeSpec", "input_tree", "output_tree", "set_trees"}, nested: {"pytree", "tensors_in"},
-    operators: {"HigherOrderOperator", "OpOverload", "operator_name", "schema_of"}, archive: {"record_offsets"},
+    operators: {"OpOverload", "operator_name", "schema_of"}, archive: {"record_offsets"},
     shards: {"storage_info"}, asserted: {"assert_true"}, fake: {"FakeTensorMode"},
     modules: {"BatchNorm", "COMPILED", "Convolution", "slots"}, guarded: {"guards"},
+    graphs: {"GRAPH_ATTRIBUTES"}, maps: {"closing_maps"},
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.nn import functional as F
 
 import lnrewrite as lnr
+from lnrewrite.backends.torch import module as captured_modules
 from zoo.nets import VOCAB, WIDTH, Mlp, Net
 
 # Maps of x [batch, 6, 8]: spelled as they are or otherwise, and those that have to be traced again.
@@ -34,6 +35,8 @@ AGAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "a constant made on the way": lambda x: x + torch.tensor([1.0, 2.0] * 4),
     "narrowed": lambda x: x.narrow(1, 1, 2) * 2,
     "dimensions moved": lambda x: x.movedim(1, 2) * 2,
+    "mapped over rows": lambda x: torch.vmap(lambda row: torch.tanh(row @ row.mT))(x),
+    "mapped over two axes": lambda x: torch.vmap(torch.vmap(torch.tanh))(x) * 2,
 }
 
 
@@ -69,6 +72,39 @@ def test_the_numbers_stay_and_nothing_is_traced_twice_without_need(name: str, mo
     assert bool(traced) is (name in AGAIN)
     for given in (x, more):
         assert torch.equal(program.module()(given), module(given))
+
+
+def test_a_program_that_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for one that takes no other inputs, as one is that insists on its path."""
+
+    def fails(*given: object) -> None:
+        raise RuntimeError("something was lost")
+
+    def broken(program: ExportedProgram) -> ExportedProgram:
+        for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+            node.target = fails
+        return program
+
+    monkeypatch.setattr(captured_modules, "functional", broken)
+    with pytest.raises(lnr.LnrewriteError, match="on its own example inputs it fails: something was lost") as caught:
+        lnr.capture(Mapped("mT").eval(), (torch.randn(2, 6, 8),))
+    assert caught.value.code == "LN023"
+
+
+def test_a_mapped_dimension_that_fails_is_closed() -> None:
+    """Where tracing fails inside torch.vmap, torch left its dimension open, and all that followed failed too."""
+
+    def numbers(row: Tensor) -> Tensor:
+        return row * float(row.sum())
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(numbers)(x) if torch.compiler.is_exporting() else x
+
+    with pytest.raises(lnr.LnrewriteError, match="LN023"):
+        lnr.capture(Failing().eval(), (torch.randn(2, 6, 8),))
+    assert torch.equal(torch.vmap(torch.neg)(torch.ones(2)), -torch.ones(2))
+    assert lnr.capture(Mapped("mT").eval(), (torch.randn(2, 6, 8),)).module() is not None
 
 
 def test_parameters_that_nothing_reads_stay_in_place() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from ..backends.torch.capture import capture_module, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.lift import parameter_names
-from ..backends.torch.module import CapturedModule
+from ..backends.torch.module import CapturedModule, signature_of
 from ..backends.torch.widened import HALVES, Read, Widened
 from ..compat.torch import tensors_in
 from ..data.infer import given_inputs, infer_inputs
@@ -226,7 +226,7 @@ def not_as_planned(source: Source, why: str) -> LnrewriteError:
 
 def from_disk(module: CapturedModule, read: Read, inputs: Mapping[str, object]) -> object:
     """Run a captured module whose weights are on disk: each is read when it is used, and dropped."""
-    given = {k: v for k, v in inputs.items() if k not in module.signature.constants}
+    given = {k: v for k, v in inputs.items() if k not in signature_of(module).constants}
     with torch.no_grad(), quiet():
         flat = flat_inputs(module, given)
         return Widened(module, wide=False, read=read).run(*flat, enable_io_processing=False)

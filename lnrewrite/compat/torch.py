@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO, Any
 
 import torch
 from torch import fx, nn
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -19,12 +20,13 @@ __all__ = [
     "BatchNorm",
     "COMPILED",
     "Convolution",
+    "GRAPH_ATTRIBUTES",
     "FakeTensorMode",
-    "HigherOrderOperator",
     "OpOverload",
     "TreeSpec",
     "allowed_globals",
     "assert_true",
+    "closing_maps",
     "get_layout",
     "guards",
     "input_tree",
@@ -46,6 +48,10 @@ assert_true: Callable[..., object] = torch._assert
 """The assertion that tracing follows."""
 
 
+GRAPH_ATTRIBUTES = {*dir(fx.GraphModule(nn.Module(), fx.Graph())), "_in_spec", "_out_spec"} - {*dir(nn.Module())}
+"""What an exported graph module has itself, so that nothing that it holds can be called the same."""
+
+
 # ---- operators ----
 
 
@@ -58,6 +64,16 @@ def operator_name(target: object) -> str:
     """Return the name of an operator, namespace and overload left out; of another callable, its own; else nothing."""
     schema = schema_of(target)
     return str(getattr(target, "__name__", "")) if schema is None else schema.name.partition("::")[2]
+
+
+@contextmanager
+def closing_maps() -> Iterator[None]:
+    """Leave the dimensions that torch.vmap maps over as they were: tracing one that fails forgets to close it."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def guards(module: fx.GraphModule) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..backends.torch.capture import Capture, capture_module, evaluating, unchanged
-from ..backends.torch.module import Signature, stored
+from ..backends.torch.module import Signature, signature_of, stored
 from ..comparison.verifying import proof
 from ..compat.torch import COMPILED
 from ..errors import Code, LnrewriteError, told
@@ -184,7 +184,7 @@ def _prove(module: nn.Module, program: Program, taken: Capture, seed: int) -> No
     remedy = "use the exported route (lnr.convert, or -o OUT.pt2), and report this model"
     try:
         with evaluating(module), unchanged(module):
-            found = proof(program, AsCaptured(module, taken.module.signature), bound, seed)
+            found = proof(program, AsCaptured(module, signature_of(taken.module)), bound, seed)
     except Exception as error:  # the module's own code, which may look at a norm that is gone
         why = f"rewritten, it fails with {told(error)}"
         raise LnrewriteError(Code.LN313, type(module).__name__, why, remedy) from error

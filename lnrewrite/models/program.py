@@ -19,7 +19,16 @@ from ..backends.torch.capture import Capture, capture_module, export_again, quie
 from ..backends.torch.editor import FxEditor
 from ..backends.torch.fixed import fixed_paths
 from ..backends.torch.lift import lift
-from ..backends.torch.module import Called, CapturedModule, brought, home, move, stored, with_plain_outputs
+from ..backends.torch.module import (
+    Called,
+    CapturedModule,
+    brought,
+    home,
+    move,
+    signature_of,
+    stored,
+    with_plain_outputs,
+)
 from ..backends.torch.widened import is_narrow, worked_out
 from ..comparison.proving import Evidence, away, evidence
 from ..compat.torch import sizes_of
@@ -76,7 +85,7 @@ class Program(GraphModel[torch.Tensor]):
 
     def example_inputs(self) -> Example:
         """Return the inputs that the model was captured with, by name."""
-        s = self._capture.module.signature
+        s = signature_of(self._capture.module)
         return {**dict(zip(s.positional, self._capture.args, strict=True)), **self._capture.kwargs}
 
     @cached_property

@@ -10,13 +10,24 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from ...compat.torch import BatchNorm, FakeTensorMode, TreeSpec, input_tree, pytree, sizes_of, tensors_in
+from ...compat.torch import (
+    GRAPH_ATTRIBUTES,
+    BatchNorm,
+    FakeTensorMode,
+    TreeSpec,
+    closing_maps,
+    input_tree,
+    pytree,
+    sizes_of,
+    tensors_in,
+)
 from ...errors import Code, LnrewriteError, told
 from ...quiet import untraced
 from ...recipe.runtime import holder_of
@@ -24,7 +35,7 @@ from .checked import check, same
 from .dynamic import Axes, Shapes, Trace, dynamic, placeholders, symbols
 from .fixed import drop_settled, fixed_paths, mark, read_by
 from .guarded import guard
-from .module import Args, CapturedModule, Kwargs, brought, unlift
+from .module import Args, CapturedModule, Kwargs, brought, signature_of, unlift, written_by
 
 CHOSEN = "what torch.export found at the example inputs"
 
@@ -56,6 +67,7 @@ def capture_module(
     """
     notes: list[str] = []
     positional, keywords = brought((tuple(args), dict(kwargs or {})), module)
+    _check_names(module)
     takes = _parameters(module)
     if "use_cache" in takes and "use_cache" not in keywords:
         keywords["use_cache"] = False
@@ -78,7 +90,7 @@ def capture_module(
         guard(module, captured, positional, keywords)
         if fixed_paths(captured.graph) or not symbols(captured) or dynamic_shapes is not None:
             notes += check(module, captured, positional, keywords)  # `holds` has compared the others
-    s = captured.signature
+    s = signature_of(captured)
     given = {**dict(zip(s.names, positional, strict=False)), **keywords}
     kept = tuple(given[n] for n in s.positional), {n: given[n] for n in s.keywords}
     if module.training:
@@ -101,7 +113,7 @@ def from_program(program: ExportedProgram) -> Capture:
         captured = unlift(program, names)
         if captured.graph.find_nodes(op="call_function", target=torch.sym_ite):  # a truth value of a tensor was read
             mark(captured, CHOSEN)
-    s = captured.signature
+    s = signature_of(captured)
     given = {**dict(zip(s.names, args, strict=False)), **kwargs}
     if missing := [n for n in (*s.positional, *s.keywords) if n not in given]:
         why, remedy = f"it holds no example of its input {missing[0]}", "export it again, and save it with its inputs"
@@ -160,6 +172,16 @@ def _check_call(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         raise LnrewriteError(Code.LN020, type(module).__name__, str(why), remedy) from why
 
 
+def _check_names(module: nn.Module) -> None:
+    """Raise LnrewriteError LN023 where a module's state has a name that a graph of torch's needs for itself."""
+    held = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    for name, _ in held:
+        if (first := name.partition(".")[0]) in GRAPH_ATTRIBUTES:
+            why = f"it holds {name}, and torch.export makes a graph module of it, which has a {first} of its own"
+            remedy = f"rename {first} in the module, or capture a module that holds this one"
+            raise LnrewriteError(Code.LN023, type(module).__name__, why, remedy)
+
+
 @contextmanager
 def _named(module: nn.Module, keywords: Kwargs) -> Iterator[None]:
     """Name for a while what a forward takes as `**kwargs`, which torch.export nests in one place and not in another."""
@@ -188,7 +210,7 @@ def _named(module: nn.Module, keywords: Kwargs) -> Iterator[None]:
 
 def _names(module: nn.Module) -> tuple[str, ...]:
     if isinstance(module, CapturedModule):
-        return module.signature.names
+        return signature_of(module).names
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(n for n, p in _parameters(module).items() if p.kind in kinds)
 
@@ -212,7 +234,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Give a module the buffers back that it had, where running it counts or keeps something in them."""
     graph = module if isinstance(module, CapturedModule) else None
-    names = graph.kept if graph else [n for n, _ in module.named_buffers(remove_duplicate=False)]
+    names = written_by(graph) if graph else [n for n, _ in module.named_buffers(remove_duplicate=False)]
     places = [holder_of(module, name) for name in names]
     held = [(m, n, b, b.clone()) for m, n in places if not (b := getattr(m, n)).is_meta]
     try:
@@ -231,7 +253,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 def _own(module: CapturedModule) -> CapturedModule:
     """Give a graph copies of the buffers that it writes, which it had in common with what it was captured from."""
     copies: dict[int, torch.Tensor] = {}
-    for owner, name in (holder_of(module, name) for name in module.kept):
+    for owner, name in (holder_of(module, name) for name in written_by(module)):
         held = getattr(owner, name)
         copy = held.detach().clone()
         made = nn.Parameter(copy, held.requires_grad) if isinstance(held, nn.Parameter) else copy
@@ -302,7 +324,8 @@ def _any_way(
 
     def trace(shapes: Shapes, export: Callable[..., ExportedProgram] = torch.export.export) -> CapturedModule:
         kept: dict[str, object] = {"strict": False, "preserve_module_call_signature": children}
-        return unlift(export(module, args, kwargs, dynamic_shapes=shapes, **kept), names, frozen)
+        with closing_maps():
+            return unlift(export(module, args, kwargs, dynamic_shapes=shapes, **kept), names, frozen)
 
     def on_path(shapes: Shapes) -> CapturedModule:
         def replayed(module: nn.Module, *given: Any, **how: Any) -> ExportedProgram:

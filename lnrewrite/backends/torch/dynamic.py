@@ -13,7 +13,7 @@ from ...errors import one_line, told
 from ..inputs import resized
 from .checked import alike, others, run
 from .fixed import other_path
-from .module import Args, CapturedModule, Kwargs
+from .module import Args, CapturedModule, Kwargs, signature_of
 
 TANGLED = 300
 """How many shapes may be computed by remainders of a dynamic size."""
@@ -127,7 +127,7 @@ def symbols(captured: CapturedModule) -> set[str]:
 
 def _resized(captured: CapturedModule, args: Args, kwargs: Kwargs, other: Callable[[int], int]) -> tuple[Args, Kwargs]:
     """Return the inputs with every dynamic axis at another size: rows repeated or cut off."""
-    s = captured.signature
+    s = signature_of(captured)
     shapes = dict(zip((*s.positional, *s.keywords), placeholders(captured), strict=False))
 
     def resize(name: str, value: object) -> object:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from ...compat.torch import HigherOrderOperator, OpOverload, operator_name, schema_of
+from ...compat.torch import OpOverload, operator_name, schema_of
 from .sized import SIZED
 from .sums import SUMS, Spelled, node_of
 
@@ -26,6 +26,10 @@ VIEWS = {
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "transpose", "t", "permute", "slice",
     "select", "split", "split_with_sizes", "unbind", "detach", "alias", "diagonal", "unfold",
 }  # fmt: skip
+PYTHONS = {"_operator", "builtins", "math", "torch"}
+"""Where functions are from that compute sizes and take items. Higher-order operators hold graphs, and those by which
+torch.vmap enters and leaves a dimension change the state of torch: nothing reads what they return.
+"""
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
@@ -39,8 +43,8 @@ def _is_functional(node: fx.Node) -> bool:
         return True
     target = node.target
     schema = schema_of(target)
-    if not isinstance(target, OpOverload) or schema is None:  # sizes and items; a higher-order operator holds graphs
-        return not isinstance(target, HigherOrderOperator)
+    if not isinstance(target, OpOverload) or schema is None:
+        return getattr(target, "__module__", None) in PYTHONS
     if target is aten.dropout.default:
         return node.args[2:] == (False,)
     if target is aten.batch_norm.default:

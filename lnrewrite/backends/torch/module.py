@@ -21,6 +21,8 @@ from .sums import gather
 
 DROPOUT = torch.ops.aten.dropout.default
 CLONE = torch.ops.aten.clone.default
+SIGNATURE = "lnrewrite"
+"""The name under which a captured module's `meta` holds its signature."""
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 """What a module is called with."""
@@ -45,17 +47,27 @@ class Signature:
 
 
 class CapturedModule(fx.GraphModule):
-    """Run a captured graph under the original's parameter names and calling convention."""
+    """Run a captured graph under the original's parameter names and calling convention.
 
-    @property
-    def signature(self) -> Signature:
-        """Return how this module wants to be called."""
-        found: Signature = self.meta["lnrewrite"]
-        return found
+    It has no attributes of its own that the original's state could be named like: `signature`, which is one for those
+    who look at a module, gives way to a state of that name. What is asked of a captured module are functions:
+    `signature_of`, `leaves_of`, `written_by`.
+    """
+
+    signature: Signature
+
+    def __getattr__(self, name: str) -> Any:
+        """Return state by its name; how this module wants to be called, where no state is named `signature`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "signature" and SIGNATURE in vars(self).get("meta", {}):
+                return signature_of(self)
+            raise
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the model: positional and keyword inputs as the original took them, constants may be left out."""
-        s = self.signature
+        s = signature_of(self)
         given = {**dict(zip(s.names, args, strict=False)), **kwargs}
         wanted = (*s.positional, *s.keywords)
         captured = f"this model was captured with {', '.join(wanted)}"
@@ -64,32 +76,15 @@ class CapturedModule(fx.GraphModule):
                 raise TypeError(f"{name}={value!r:.40} was not captured; {captured}")
         if missing := [n for n in wanted if n not in given]:
             raise TypeError(f"missing input {', '.join(missing)}; {captured}")
-        self.fits(pytree.tree_leaves([given[n] for n in wanted]))
+        _check_sizes(self, pytree.tree_leaves([given[n] for n in wanted]))
         return super().__call__(*(given[n] for n in s.positional), **{n: given[n] for n in s.keywords})
-
-    def fits(self, values: Sequence[object]) -> None:
-        """Raise ValueError where an input has another size than the captured one along an axis that is fixed."""
-        for like, value in zip(self.leaves, values, strict=False):
-            if like is not None and isinstance(value, torch.Tensor) and like.misfit(value.shape):
-                raise ValueError(f"{like.name} has shape {list(value.shape)}; the model was captured with {like}")
-
-    @property
-    def leaves(self) -> list[Input | None]:
-        """Describe the tensors that the graph takes, in their order; None for what is not a tensor."""
-        nodes = self.graph.find_nodes(op="placeholder")
-        return [input_of(node.name, node.meta.get("val")) for node in nodes]
-
-    @property
-    def kept(self) -> list[str]:
-        """Return the names of the buffers that the graph writes: what it counts, or remembers."""
-        writes = [n.args[0] for n in self.graph.nodes if (schema := schema_of(n.target)) and schema.is_mutable]
-        return [str(n.target) for n in writes if isinstance(n, fx.Node) and n.op == "get_attr"]
 
     def train(self, mode: bool = True) -> Self:
         """Switch dropout on or off; warn once where the captured mode cannot follow."""
-        if mode and self.signature.frozen and not self.meta.get("warned"):
+        frozen = signature_of(self).frozen if mode else ""
+        if frozen and not self.meta.get("warned"):
             self.meta["warned"] = True
-            warnings.warn(f"train(): {self.signature.frozen} keeps the mode it was captured in (eval)", stacklevel=2)
+            warnings.warn(f"train(): {frozen} keeps the mode it was captured in (eval)", stacklevel=2)
         for module in self.modules():
             module.training = mode
         nodes = [n for n in self.graph.nodes if n.target is DROPOUT and n.args[2] is not mode]
@@ -98,6 +93,31 @@ class CapturedModule(fx.GraphModule):
         if nodes:
             self.recompile()
         return self
+
+
+def signature_of(module: CapturedModule) -> Signature:
+    """Return how a captured module wants to be called."""
+    found: Signature = module.meta[SIGNATURE]
+    return found
+
+
+def leaves_of(module: CapturedModule) -> list[Input | None]:
+    """Describe the tensors that a captured graph takes, in their order; None for what is not a tensor."""
+    nodes = module.graph.find_nodes(op="placeholder")
+    return [input_of(node.name, node.meta.get("val")) for node in nodes]
+
+
+def written_by(module: CapturedModule) -> list[str]:
+    """Return the names of the buffers that a captured graph writes: what it counts, or remembers."""
+    writes = [n.args[0] for n in module.graph.nodes if (schema := schema_of(n.target)) and schema.is_mutable]
+    return [str(n.target) for n in writes if isinstance(n, fx.Node) and n.op == "get_attr"]
+
+
+def _check_sizes(module: CapturedModule, values: Sequence[object]) -> None:
+    """Raise ValueError where an input has another size than the captured one along an axis that is fixed."""
+    for like, value in zip(leaves_of(module), values, strict=False):
+        if like is not None and isinstance(value, torch.Tensor) and like.misfit(value.shape):
+            raise ValueError(f"{like.name} has shape {list(value.shape)}; the model was captured with {like}")
 
 
 def input_of(name: str, like: object) -> Input | None:
@@ -136,7 +156,7 @@ def unlift(program: ExportedProgram, names: tuple[str, ...], frozen: str = "") -
     signature = _drop_constants(module, names, frozen)
     captured = CapturedModule(module, module.graph, "CapturedModule")
     captured.meta.update(module.meta)
-    captured.meta["lnrewrite"] = signature
+    captured.meta[SIGNATURE] = signature
     captured.meta["calls"] = _renamed(calls, program.graph, module.graph if plain is program else plain.graph)
     _share_ties(module, captured)
     for m in captured.modules():

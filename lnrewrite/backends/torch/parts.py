@@ -33,9 +33,9 @@ class Part(nn.Module):
 class Parts(nn.Module):
     """Hold a graph over a captured module's parameters in parts, each of which ends in one of `ends`.
 
-    What several parts read of the parameters is held here, what one alone reads, in that part; all are the module's
-    own tensors. `kept` are nodes that are never dropped, `apart` the names in the graph that are no parameters of it
-    but attributes of a subclass.
+    What several parts read of the parameters is held in `common`, what one alone reads, in that part; all are the
+    module's own tensors. `kept` are nodes that are never dropped, `apart` the names in the graph that are no parameters
+    of it but attributes of a subclass.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class Parts(nn.Module):
     ) -> None:
         super().__init__()
         self.inputs = graph.find_nodes(op="placeholder")
-        self._held: dict[str, str] = {}
+        self.common = nn.Module()
+        self._origins: dict[str, str] = {}
+        self._places: dict[str, str] = {}
         first = {id(p): name for name, p in module.named_parameters()}
         self._named = {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
         self.steps, bodies = self._cut(module, graph, ends, kept, apart)
@@ -56,12 +58,12 @@ class Parts(nn.Module):
 
     def origin(self, name: str) -> str:
         """Return the name that the captured module has for one of the parameters held here, of tied ones the first."""
-        return self._named[self._held.get(name) or name.split(".body.", 1)[1]]
+        return self._named[self._origins.get(name) or name.split(".body.", 1)[1]]
 
     def shared(self, node: fx.Node) -> Tensor:
         """Return the parameter or buffer that a node of the graph stands for and several parts read."""
-        found = stored(self, _safe(node.target))
-        assert found is not None
+        found = getattr(self.common, self._places[str(node.target)])
+        assert isinstance(found, Tensor)
         return found
 
     def _cut(
@@ -95,14 +97,15 @@ class Parts(nn.Module):
         return steps, bodies
 
     def _register(self, origin: str, tensor: Tensor) -> None:
-        name = _safe(origin)
-        if stored(self, name) is not None:
+        """Hold a tensor under a number, which no attribute of a module is named by."""
+        if origin in self._places:
             return
+        place = self._places[origin] = str(len(self._places))
         if isinstance(tensor, nn.Parameter):
-            self.register_parameter(name, tensor)
-            self._held[name] = origin
+            self.common.register_parameter(place, tensor)
+            self._origins[f"common.{place}"] = origin
         else:
-            self.register_buffer(name, tensor)
+            self.common.register_buffer(place, tensor)
 
 
 def _between(graph: fx.Graph, ends: Collection[fx.Node]) -> list[list[fx.Node]]:
@@ -137,7 +140,3 @@ def _held(module: CapturedModule, node: fx.Node) -> Tensor | nn.Module:
     """Return the tensor, or the graph that an operator calls, which a node stands for."""
     found = stored(module, str(node.target))
     return module.get_submodule(str(node.target)) if found is None else found
-
-
-def _safe(name: object) -> str:
-    return str(name).replace(".", "__")

@@ -18,7 +18,7 @@ from ...compat.exporters import traced
 from ...errors import Code, LnrewriteError, told
 from .capture import Capture, evaluating, quiet
 from .fixed import on_any_path
-from .module import CapturedModule, unlift
+from .module import CapturedModule, signature_of, unlift
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,7 +109,7 @@ class Part(ABC):
                 module = on_any_path(trace, self.forward, example)
         except Exception as error:  # a model's code may raise anything when it is traced
             raise no_cache(type(self.model).__name__, f"it cannot be traced with its cache: {told(error)}") from error
-        return Capture(module, (), {name: example[name] for name in module.signature.keywords})
+        return Capture(module, (), {name: example[name] for name in signature_of(module).keywords})
 
 
 def sizes_of(batch: int, new: int, past: int = 0, source: int = 6) -> Sizes:
