@@ -137,11 +137,13 @@ class OnnxEditor:
     def untie(self, linear: ir.Value, param: str, fresh: str) -> None:
         """Make one node read its own copy of an initializer."""
         old, tensor, node = self.graph.initializers[param], self.tensor(param), linear.producer()
+        if node is None:
+            raise LookupError(f"{linear.name} is an input of the model")
         name, dtype, shape = self.unique(fresh), tensor.dtype, ir.Shape(tensor.shape.numpy())
         lazy = ir.LazyTensor(lambda: ir.Tensor(tensor.numpy(), dtype=dtype, name=name), dtype, shape, name=name)
         copy = ir.Value(name=name, shape=old.shape, type=old.type, const_value=lazy)
         self.graph.register_initializer(copy)
-        for index, value in enumerate(node.inputs if node is not None else ()):
+        for index, value in enumerate(node.inputs):
             if (new := self.rebuilt(value, old, copy)) is not None:
                 node.replace_input_with(index, new)
                 return
