@@ -309,6 +309,7 @@ def _rewritten(source: Source, job: Job, target: Path | None, force: bool) -> Re
     program = load_source(source)
     if target:
         check_paths(source.name, program.fixed_paths, job.accept_fixed_paths)
+        program.check_save(target)
     batches = job.batches(program)
     try:
         result = job.run(program, batches, consume=True)

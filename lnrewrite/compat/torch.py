@@ -48,7 +48,12 @@ assert_true: Callable[..., object] = torch._assert
 """The assertion that tracing follows."""
 
 
-GRAPH_ATTRIBUTES = {*dir(fx.GraphModule(nn.Module(), fx.Graph())), "_in_spec", "_out_spec"} - {*dir(nn.Module())}
+GRAPH_ATTRIBUTES = {*dir(fx.GraphModule(nn.Module(), fx.Graph()))} - {*dir(nn.Module())} | {
+    "_in_spec",
+    "_out_spec",
+    "range_constraints",
+    "validate_inputs",
+}
 """What an exported graph module has itself, so that nothing that it holds can be called the same."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
@@ -59,6 +60,9 @@ class GraphModel(Exportable, Generic[StoredT]):
     def traced(self) -> bool:
         """Return whether this is a graph of torch, whose constants were computed when it was captured."""
         return as_runnable(self.module()).traced
+
+    def check_save(self, target: os.PathLike[str]) -> None:
+        """Raise LnrewriteError LN025 where it can be said beforehand that `save` will fail."""
 
     def call(self, batch: Batch) -> object:
         """Return what the model gives for a batch: its tree of outputs, without gradients."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..backends.inputs import resized, spec_of
 from ..backends.rewriter import Rewriter
+from ..backends.torch.archived import check_archivable, check_written, with_plain_outputs
 from ..backends.torch.capture import Capture, capture_module, export_again, quiet
 from ..backends.torch.editor import FxEditor
 from ..backends.torch.fixed import fixed_paths
@@ -27,7 +28,6 @@ from ..backends.torch.module import (
     move,
     signature_of,
     stored,
-    with_plain_outputs,
 )
 from ..backends.torch.widened import is_narrow, worked_out
 from ..comparison.proving import Evidence, away, evidence
@@ -296,14 +296,15 @@ class Program(GraphModel[torch.Tensor]):
     def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
         """Write the model: a torch.export archive that loads with torch alone or, named .onnx, a generic ONNX model.
 
-        Whole or not at all. Library output classes become plain dicts of the same keys. Raises LnrewriteError LN025
-        where it cannot be written, or exists and `force` is false.
+        Whole or not at all. Library output classes become plain dicts of the same keys, named tuples plain ones. Raises
+        LnrewriteError LN025 where it cannot be written or read again, or exists and `force` is false.
         """
         if os.fspath(path).endswith(".onnx"):
             self.export(path, force=force)
             return
         target = check_output(path, force)
         mine = self._capture.module
+        self.check_save(target)
         tensors = {id(t): t for t in (*mine.parameters(), *mine.buffers())}
         with quiet():
             module = with_plain_outputs(copy.deepcopy(mine, tensors).eval())  # a copy that shares the weights
@@ -311,7 +312,19 @@ class Program(GraphModel[torch.Tensor]):
         for graph in (m.graph for m in program.graph_module.modules() if hasattr(m, "graph")):
             for node in graph.nodes:
                 node.meta.pop("from_node", None)  # holds ids of this process: the same model shall give the same bytes
-        write_whole(target, poured(lambda stream: torch.export.save(program, stream)), force=force)
+        pour = poured(lambda stream: torch.export.save(program, stream))
+
+        def write(made: str) -> None:
+            pour(made)
+            with quiet():
+                check_written(made, mine, str(target))
+
+        write_whole(target, write, force=force)
+
+    def check_save(self, target: os.PathLike[str]) -> None:
+        """Raise LnrewriteError LN025 where `save` could not write such a model to a .pt2 that is read again."""
+        if not os.fspath(target).endswith(".onnx"):
+            check_archivable(self._capture.module, os.fspath(target))
 
 
 def capture(

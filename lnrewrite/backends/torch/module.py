@@ -13,7 +13,7 @@ from torch import fx
 from torch.export import ExportedProgram, ModuleCallSignature
 from torch.export.graph_signature import ArgumentSpec, TensorArgument
 
-from ...compat.torch import TreeSpec, input_tree, operator_name, output_tree, pytree, schema_of, set_trees, sizes_of
+from ...compat.torch import TreeSpec, input_tree, operator_name, pytree, schema_of, set_trees, sizes_of
 from ...ir.inputs import Input, content_of
 from ...recipe.runtime import holder_of
 from .functional import functional, respell
@@ -307,16 +307,3 @@ def move(module: CapturedModule, device: torch.device) -> None:
 
 def _on(value: Any, device: torch.device) -> Any:
     return fx.node.map_aggregate(value, lambda v: device if isinstance(v, torch.device) else v)
-
-
-def with_plain_outputs(module: CapturedModule) -> CapturedModule:
-    """Return the module giving a plain dict where it gave a library's output class, so that torch alone can load it."""
-    spec = output_tree(module)
-    if spec is None or spec.type in {None, dict, tuple, list, torch.Tensor}:
-        return module
-    if not isinstance(spec.context, list):
-        return module
-    plain = pytree.treespec_dict(dict(zip(spec.context, spec.children(), strict=True)))
-    set_trees(module, outputs=plain)
-    module.recompile()
-    return module
