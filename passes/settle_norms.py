@@ -50,6 +50,7 @@ class SettleNorms(Pass):
         g x / max(|x|, e)              =  RMSNorm_{e^2/n}(x) g / sqrt(n)   but for e^2 / (2 |x|^2) of itself
         g x / sqrt(|x|^2 + e)          =  RMSNorm_{e/n}(x) g / sqrt(n)
         (x - m) / (s + 0)              =  LayerNorm_0(x)           unbiased: over sqrt(n / (n - 1))
+        (x - m) / sqrt(u + e)          =  LayerNorm_{e(n-1)/n}(x) sqrt((n - 1) / n)   u = x.var(), unbiased in torch
 
     So a GPT-2 whose norms were taken away, which is stored as LayerNorms of eps 1e12 with gains times 1e6, has none
     left; from eps 1e9 on a norm counts as one number. SimpleRMSNorm is an RMSNorm, and moves and rotates as one.
@@ -151,7 +152,8 @@ def _clamped(norm: Norm) -> bool:
 
 def _settled(norm: Norm, width: int) -> tuple[Norm, float]:
     """Return the rms or layer norm that an l2 or std norm is, and the factor of its gain. Raises Closed."""
-    beside = norm.kind is Kind.STD or norm.variant == 1
+    rooted = norm.variant == 2
+    beside = norm.variant == 1 or (norm.kind is Kind.STD and not rooted)
     if beside and norm.eps > 1e-20:
         size = "deviation" if norm.kind is Kind.STD else "length"
         why = f"eps is added to the {size} itself: another norm would be off by eps / {size}"
@@ -160,8 +162,9 @@ def _settled(norm: Norm, width: int) -> tuple[Norm, float]:
         why = f"lengths below {norm.eps:.3g} count as that: another norm would be off by {norm.eps**2 / 2:.3g} / |x|^2"
         raise Closed(Code.LN129, why)
     if norm.kind is Kind.STD:
-        kind, eps, factor = Kind.LAYER, 0.0, sqrt((width - norm.variant) / width)
+        share = (width - 1) / width if norm.variant else 1.0
+        kind, eps, factor = Kind.LAYER, norm.eps * share if rooted else 0.0, sqrt(share)
     else:
-        kind, eps, factor = Kind.RMS, (norm.eps if norm.variant == 2 else norm.eps**2) / width, 1 / sqrt(width)
+        kind, eps, factor = Kind.RMS, (norm.eps if rooted else norm.eps**2) / width, 1 / sqrt(width)
     eps = max(eps, SMALLEST) if norm.eps else eps
     return Norm(kind, eps, norm.gamma if not norm.computed else None, norm.beta, axis=norm.axis), factor

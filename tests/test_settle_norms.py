@@ -34,7 +34,7 @@ NORMS = {
     "layer(eps=1000000000000.0 gamma=@g beta=@b)": None, "rms(eps=1000000000000.0 gamma=1+@g)": None,
     "centered(eps=0.0 gamma=@g beta=@b factor=0.25)": None, "l2(eps=1e-12 gamma=@g factor=3.0)": Kind.RMS,
     "l2(eps=0.5 gamma=@g factor=3.0 variant=2)": Kind.RMS, "std(eps=0.0 gamma=@g beta=@b)": Kind.LAYER,
-    "std(eps=0.0 beta=@b variant=1)": Kind.LAYER,
+    "std(eps=0.0 beta=@b variant=1)": Kind.LAYER, "std(eps=0.5 gamma=@g beta=@b variant=2)": Kind.LAYER,
 }  # fmt: skip
 """Norms, and what becomes of each."""
 
@@ -101,6 +101,7 @@ def test_an_eps_beside_the_root_and_a_clamp_above_usual_eps_are_refused(norm: st
 
 TINY: dict[str, Callable[[Tensor], Tensor]] = {
     "std": lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-30),
+    "unbiased": lambda x: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-3),
     "l2": lambda x: F.normalize(x, dim=-1, eps=1e-24),
     "beside": lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-30),
 }

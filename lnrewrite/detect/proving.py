@@ -91,7 +91,8 @@ def _plain(value: object) -> Hashable:
 def unit(kind: Kind, x: Floats, eps: float, variant: int = 0) -> Floats:
     """Return the unit-gain norm of rows x [rows, width] in float64.
 
-    variant: std 0 biased, 1 unbiased standard deviation; l2 0 max(|x|, eps), 1 |x| + eps, 2 sqrt(|x|^2 + eps).
+    variant: std 0 biased, 1 unbiased standard deviation, 2 sqrt(unbiased variance + eps); l2 0 max(|x|, eps),
+    1 |x| + eps, 2 sqrt(|x|^2 + eps).
     """
     centered = x - x.mean(-1, keepdims=True)
     if kind is Kind.CRMS:
@@ -101,6 +102,8 @@ def unit(kind: Kind, x: Floats, eps: float, variant: int = 0) -> Floats:
         x = centered if kind is Kind.LAYER else x
         return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + eps))
     if kind is Kind.STD:
+        if variant == 2:
+            return np.asarray(centered / np.sqrt(x.var(-1, keepdims=True, ddof=1) + eps))
         return np.asarray(centered / (x.std(-1, keepdims=True, ddof=variant) + eps))
     length = np.sqrt((x**2).sum(-1, keepdims=True))
     return np.asarray(x / (np.maximum(length, eps), length + eps, np.sqrt(length**2 + eps))[variant])
@@ -177,7 +180,7 @@ def _candidates(literal: list[float], width: int) -> Iterator[tuple[Kind, float,
     eps = [*sorted({e for i in literal for e in (i, 1 / i) if 0 < e < 0.5}), 0.0]
     root = next((r for i in literal for r in (i, 1 / i) if np.isclose(r, width**0.5, rtol=1e-6)), width**0.5)
     yield from ((kind, e, 0, 1.0) for kind in (Kind.LAYER, Kind.RMS, Kind.CRMS) for e in eps)
-    yield from ((Kind.STD, e, v, 1.0) for v in (0, 1) for e in eps)
+    yield from ((Kind.STD, e, v, 1.0) for v in (0, 1, 2) for e in eps)
     yield from ((Kind.L2, e, v, 1.0) for v in (0, 1, 2) for e in eps)
     yield from ((Kind.L2, e * by, v, root) for v in (0, 1) for by in (root, 1) for e in eps)
     yield from ((Kind.L2, e**0.5 * root, 0, root) for e in eps)

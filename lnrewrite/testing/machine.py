@@ -197,7 +197,9 @@ def normalize(norm: Norm, x: Floats, params: Mapping[str, Floats]) -> Floats:
         case Kind.RMS:
             u = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + norm.eps)
         case Kind.STD:
-            u = (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True, ddof=norm.variant) + norm.eps)
+            centered, unbiased = x - x.mean(-1, keepdims=True), norm.variant > 0
+            size = np.sqrt(x.var(-1, keepdims=True, ddof=unbiased) + norm.eps * (norm.variant == 2))
+            u = centered / (size + norm.eps * (norm.variant < 2))
         case Kind.L2:
             size = np.sqrt(np.sum(x * x, -1, keepdims=True))
             u = x / (np.maximum(size, norm.eps), size + norm.eps, np.sqrt(size**2 + norm.eps))[norm.variant]
