@@ -74,7 +74,8 @@ def test_passes_take_vectors_however_they_are_stored(
     result = lnr.Pipeline.parse(text).run(program)
     assert result.report.edits and not result.report.refusals
     if "place" not in text:
-        assert result.report.exact_error is not None and result.report.exact_error < 1e-6
+        evidence = program.evidence(0)
+        assert evidence.wide and result.report.exact_error < 2e-7  # two roundings of what is stored in float32
     else:
         assert result.report.measured is not None and (result.report.measured.relative_error or 1) < 0.1
 

@@ -26,17 +26,28 @@ from ..pipeline.results import Gap
 FLOORS = {torch.float64: 1e-11}
 """The relative difference that needs no explanation, by the dtype of the weights."""
 FLOOR = 1e-7
+NARROW = 2.0**-19
+"""The same where a program is run in float32 for want of float64.
+
+Each number is off by up to 2^-24 of itself then, and a sum of n products by about sqrt(n) as much, as the errors of its
+steps have either sign. Two programs that spell one function otherwise stray so each: 2 sqrt(n) 2^-24, at n = 256, which
+is no wide layer. Moving the weights does not show it: each of them strays once, and the sums at each step.
+"""
 SPREAD = 10.0
 """By how many times what rounding the weights does an exact rewrite may be off."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Hold inputs and what a program made of them; `wide` is false where an operator has no kernel for float64."""
+    """Hold inputs and what a program made of them; `wide` is false where an operator has no kernel for float64.
+
+    way: which of several ways to run a program it was, counted from 0.
+    """
 
     batches: tuple[Batch, ...]
     outputs: tuple[Outputs, ...]
     wide: bool
+    way: int = 0
 
 
 def evidence(module: CapturedModule, batches: Sequence[Batch], read: Read | None = None) -> Evidence | None:

@@ -7,7 +7,8 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -19,16 +20,17 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from .._version import __version__
 from ..backends.onnx.branches import chosen
-from ..backends.onnx.double import doubled, jittered
+from ..backends.onnx.double import jittered
 from ..backends.onnx.editor import OnnxEditor
 from ..backends.onnx.file import ONE_FILE, bytes_of, check_finite, read, stamp
 from ..backends.onnx.inputs import drawn, example_inputs, spec_of_model
+from ..backends.onnx.judging import WAYS, Judge, agrees, in_torch
 from ..backends.onnx.norms import RMS
 from ..backends.onnx.session import OnnxModule, load, runnable, worked_out
 from ..backends.onnx.spelled import respell
-from ..backends.outputs import Outputs, apart
+from ..backends.outputs import apart
 from ..backends.rewriter import Rewriter
-from ..comparison.proving import FLOOR, Evidence, gathered, judged
+from ..comparison.proving import FLOOR, NARROW, Evidence, gathered, judged
 from ..data.inputs import parse_inputs
 from ..detect.arithmetic import Floats
 from ..detect.detection import Detection
@@ -227,23 +229,33 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         if self.model.graph.num_nodes() > TRIED:
             return None
         batches = self.trials(seed)
-        for wide in (True, False) if bytes_of(self.model) <= ONE_FILE else (False,):  # a large one as it is, for memory
-            if found := gathered(partial(_run, _judge(self.model, wide)), batches, wide):
-                return found
+        large = bytes_of(self.model) > ONE_FILE  # it is run as it is, for memory
+        for way, (judge, wide) in enumerate(WAYS):
+            if (large and wide) or not (found := _heard(judge, self.model, batches, wide)):
+                continue
+            if judge is not in_torch or agrees(self.model, found.batches[0], found.outputs[0]):
+                return replace(found, way=way)
         return None
 
     def away(self, evidence: Evidence) -> Gap:
         """Return how far this program's outputs are from another's evidence."""
+        judge, wide = WAYS[evidence.way]
         try:
-            judge = _judge(self.model, evidence.wide)
-            found = [_run(judge, batch) for batch in evidence.batches]
-        except LnrewriteError:  # what does not run computes nothing
+            run = judge(self.model)
+            found = [run(batch) for batch in evidence.batches] if run else []
+        except (LnrewriteError, RuntimeError):  # what does not run computes nothing
+            run = None
+        if run is None:
             return Gap(math.inf)
         error = apart(evidence.outputs, found)
-        if error <= FLOOR:
+        if error <= (FLOOR if wide else NARROW):
             return Gap(error, rounding=True)
-        moved = _run(_judge(jittered(self.model), evidence.wide), evidence.batches[-1])
-        return judged(error, apart(found[-1:], [moved]))
+        try:
+            again = judge(jittered(self.model))
+            noise = apart(found[-1:], [again(evidence.batches[-1])]) if again else math.inf
+        except (LnrewriteError, RuntimeError):  # what rounding does to a model that does not bear it is not known
+            noise = math.inf
+        return judged(error, noise)
 
     @property
     def narrow(self) -> bool:
@@ -323,15 +335,13 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
 OnnxT = TypeVar("OnnxT", bound=OnnxProgram)
 
 
-def _judge(model: ir.Model, wide: bool) -> OnnxModule:
-    """Return what runs a model in float64, or as it is."""
-    return OnnxModule(doubled(model), "float64") if wide else runnable(model)
-
-
-def _run(module: torch.nn.Module, batch: Batch) -> Outputs:
-    """Return a model's outputs in float64."""
-    outputs = module(**batch) if isinstance(batch, Mapping) else module(*batch)
-    return [t.double() for t in outputs.values()]
+def _heard(judge: Judge, model: ir.Model, batches: Sequence[Batch], wide: bool) -> Evidence | None:
+    """Return what a judge says that a model gives; None where it does not run it."""
+    try:
+        run = judge(model)
+    except LnrewriteError:
+        return None
+    return None if run is None else gathered(run, batches, wide)
 
 
 def _named(model: ir.Model, inputs: Given, seed: int) -> Example | None:

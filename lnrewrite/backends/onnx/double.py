@@ -17,6 +17,8 @@ import onnx_ir as ir
 from onnx import helper, numpy_helper
 
 FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
+RESIZING = {"Resize", "Upsample"}
+"""Operators that compute sizes of what they take after their first input."""
 DOMAIN = "lnrewrite.float64"
 MOVED = {ir.DataType.FLOAT16: 2.0**-9, ir.DataType.BFLOAT16: 2.0**-6}
 """How far apart, relative to it, a number in half precision is moved: two last bits, and else one of a float32."""
@@ -77,12 +79,14 @@ def _wide(tensor: ir.TensorProtocol, to: ir.DataType) -> ir.TensorProtocol:
 def jittered(model: ir.Model) -> ir.Model:
     """Return a copy of the model with each number of its weights moved by up to half its last bit.
 
-    In half precision by a whole one, for it is rounded again: half of one would often be nothing.
+    In half precision by a whole one, for it is rounded again: half of one would often be nothing. What sizes are
+    computed of stays: twice as large, but for a last bit, is one less.
     """
     model, draw = model.clone(), np.random.default_rng(0)
     for graph in model.graphs():
         for value in graph.initializers.values():
-            if value.const_value is not None and value.const_value.dtype in FLOATS:
+            sizes = any(use.node.op_type in RESIZING and use.idx for use in value.uses())
+            if value.const_value is not None and value.const_value.dtype in FLOATS and not sizes:
                 held, dtype = value.const_value.numpy().astype(np.float64), value.const_value.dtype
                 moved = held * (1 + MOVED.get(dtype, 2.0**-23) * (draw.random(held.shape) - 0.5))
                 value.const_value = ir.tensor(moved.astype(dtype.numpy()), dtype, name=value.name)

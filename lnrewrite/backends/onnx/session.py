@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import onnx_ir as ir
@@ -123,12 +124,15 @@ class OnnxModule(Runnable, torch.nn.Module):
 
     def in_float64(self) -> OnnxModule:
         """Return the model computing in float64; in float32, where an operator of it is not known here."""
-        exact = OnnxModule(doubled(self.model), "float64")
         try:
-            exact._watched[()] = load(exact.model, exact.levels)
+            return OnnxModule(doubled(self.model), "float64").loaded()
         except LnrewriteError:
             return OnnxModule(widened(self.model, ir.DataType.FLOAT), "float32")
-        return exact
+
+    def loaded(self) -> Self:
+        """Return this module, loaded. Raises LnrewriteError LN030 where ONNX Runtime refuses the model."""
+        self._watched[()] = load(self.model, self.levels)
+        return self
 
     def double(self) -> OnnxModule:
         """Return the model in float64, as `in_float64`: the weights of this one are in ONNX Runtime."""
