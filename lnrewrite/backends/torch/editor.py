@@ -15,6 +15,7 @@ from ...errors import Code, LnrewriteError
 from ...ir import Kind, Norm
 from ..editor import Use
 from ..values import CHUNK, Change, Floats
+from .lift import SPREADS
 from .module import CapturedModule, register, stored
 from .pieces import Piece
 from .widened import worked_out
@@ -43,8 +44,11 @@ class FxEditor:
         return node
 
     def readers(self, value: fx.Node) -> list[Use[fx.Node]]:
-        """Return a use for each node that reads `value`."""
-        return [Use(value, (user.name,), user) for user in value.users]
+        """Return a use for each node that reads `value`; one of several statistics goes by their names too."""
+        return [
+            Use(value, (user.name, *(u.name for u in user.users if user.target in SPREADS)), user)
+            for user in value.users
+        ]
 
     def redirect(self, use: Use[fx.Node], new: fx.Node) -> None:
         """Make one reader read `new`."""

@@ -53,6 +53,8 @@ def lift(module: fx.GraphModule) -> OpGraph:
                 alias[node.name] = first
             else:
                 ops[node.name] = Op(node.name, "param", (), {"param": target}, sizes_of(value), _dtype(value))
+        elif node.target in SPREADS and all(user.target is operator.getitem for user in node.users):
+            continue  # each statistic reads what is reduced, and nothing reads them together
         elif node.op == "call_function" and isinstance(value, (torch.Tensor, tuple, list)):
             op = _call(node, operand)
             source = op.inputs[0] if op.inputs else None
