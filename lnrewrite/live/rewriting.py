@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -172,6 +173,11 @@ class AsCaptured(nn.Module):
 
     def forward(self, **given: object) -> object:
         s = self.signature
+        takes = inspect.signature(self.module.forward).parameters.values()
+        if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in takes):  # what it takes has no names of its own
+            given = {**s.constants, **given}
+            positional = [given.pop(n) for n in s.names if n in given]
+            return self.module(*positional, **given)
         plain = {k: v for k, v in s.constants.items() if v is not None}
         return self.module(**plain, **given)
 

@@ -80,7 +80,7 @@ def capture_module(
         positional, keywords = _two_rows(positional, keywords)
     positional, keywords = pytree.tree_map_only(torch.Tensor, _apart(), (positional, keywords))
     kept_calls = tuple(children(positional, keywords)) if children else ()
-    with evaluating(module), unchanged(module), quiet(), _named(module, keywords):
+    with evaluating(module), unchanged(module), quiet(), _named(module, positional, keywords):
 
         def made(trace: Trace) -> CapturedModule:
             given = dynamic_shapes is not None
@@ -183,12 +183,13 @@ def _check_names(module: nn.Module) -> None:
 
 
 @contextmanager
-def _named(module: nn.Module, keywords: Kwargs) -> Iterator[None]:
-    """Name for a while what a forward takes as `**kwargs`, which torch.export nests in one place and not in another."""
+def _named(module: nn.Module, args: Args, keywords: Kwargs) -> Iterator[None]:
+    """Name for a while what a forward takes as `*args` and `**kwargs`, which torch.export nests here and not there."""
     takes = _parameters(module)
     kept = [p for p in takes.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in keywords if n not in takes]
-    if not more or len(kept) == len(takes):
+    spread = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in kept)
+    if not spread and (not more or len(kept) == len(takes)):
         yield
         return
     forward = module.forward
@@ -197,6 +198,7 @@ def _named(module: nn.Module, keywords: Kwargs) -> Iterator[None]:
     def named(*args: object, **kwargs: object) -> object:
         return forward(*args, **kwargs)
 
+    kept = _spread(kept, len(args), {*takes, *keywords})
     was = vars(module).get("forward")
     named.__signature__ = inspect.Signature((*kept, *more))  # type: ignore[attr-defined]
     vars(module)["forward"] = named
@@ -206,6 +208,22 @@ def _named(module: nn.Module, keywords: Kwargs) -> Iterator[None]:
         vars(module).pop("forward")
         if was is not None:
             vars(module)["forward"] = was
+
+
+def _spread(parameters: list[inspect.Parameter], count: int, taken: set[str]) -> list[inspect.Parameter]:
+    """Return parameters with a name for each of `count` positional inputs that `*args` takes, none of them taken."""
+    place = next((i for i, p in enumerate(parameters) if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    if place is None:
+        return parameters
+    star = parameters[place].name
+    kind, found = inspect.Parameter.POSITIONAL_OR_KEYWORD, list[inspect.Parameter]()
+    for number in range(count - place):
+        name = f"{star}_{number}"
+        while name in taken:
+            name += "_"
+        found.append(inspect.Parameter(name, kind))
+    before = [p.replace(default=inspect.Parameter.empty) if found else p for p in parameters[:place]]
+    return [*before, *found, *parameters[place + 1 :]]
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
