@@ -107,8 +107,8 @@ def check_folder(
 
 def check_apart(target: Path, source: Path, what: str = "the source") -> None:
     """Raise LnrewriteError LN025 where what is to be written holds what is read, is it, or would lie in it."""
-    real, home = (Path(os.path.realpath(path)) for path in (target, source))
-    if standing(target) and home.is_relative_to(real):
+    there, real, home = standing(target), *(Path(os.path.realpath(path)) for path in (target, source))
+    if there and home.is_relative_to(real):
         verb = "is" if home == real and what != "the source" else "holds"
         raise LnrewriteError(Code.LN025, str(target), f"it {verb} {what}", "choose another name")
     if real.is_relative_to(home):

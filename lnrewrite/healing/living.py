@@ -14,7 +14,7 @@ from ..backends.inputs import Tensors
 from ..backends.outputs import apart
 from ..backends.running import as_runnable
 from ..backends.torch.capture import capture_module, evaluating
-from ..backends.torch.module import CapturedModule, stored
+from ..backends.torch.module import CapturedModule, signature_of, stored
 from ..compat.torch import pytree, slots
 from ..errors import Code, LnrewriteError
 from ..live.ports import children
@@ -131,7 +131,7 @@ def device_of(program: Program) -> torch.device:
 
 def compare(module: nn.Module, program: Program, batches: Sequence[Tensors]) -> None:
     """Raise LnrewriteError LN313 where a module and a program give other outputs for the batches."""
-    called, place = as_runnable(AsCaptured(module, program.module().signature)), device_of(program)
+    called, place = as_runnable(AsCaptured(module, signature_of(program.module()))), device_of(program)
     batches = [{n: t.to(place) for n, t in batch.items()} for batch in batches]
     with evaluating(module), evaluating(program.module()), torch.no_grad():
         runs = [(as_runnable(program.module()).run(batch), called.run(batch)) for batch in batches]

@@ -27,7 +27,7 @@ from .distributed import World
 from .living import LivingStudent, frozen_in, program_of
 from .losses import Mix, Objective
 from .opening import Reading, held_out_of, open_source, tokenizer_named
-from .outputs import Output, output_named
+from .outputs import FileOutput, Output, output_named
 from .pairing import Pair
 from .participant import Participant
 from .report import HealingReport
@@ -102,6 +102,8 @@ def heal(
         for program in programs:
             stack.enter_context(evaluating(program.module()))
         (pair := Pair(*programs)).check()
+        if isinstance(target, FileOutput):
+            pair.student.check_save(target.path)
         healing = given.healing(pair, world, stack)
         healing.living, healing.frozen = LivingStudent.of((teacher, student), pair, plan), frozen
         healed, program, report = healing.run()

@@ -20,7 +20,7 @@ from ...ir import Kind, Norm
 from ..torch.capture import export_again, quiet
 from ..torch.fixed import ASSERT
 from ..torch.lift import lift, parameter_names
-from ..torch.module import Args, CapturedModule, Kwargs, register, stored
+from ..torch.module import Args, CapturedModule, Kwargs, register, signature_of, stored
 from .attention import attention, sees, unhidden
 from .heads import is_whole
 from .norms import ONES, OPERATORS, SITE, attributes
@@ -282,7 +282,7 @@ def _clean(model: ir.Model, module: CapturedModule) -> None:
 
 def _name(model: ir.Model, module: CapturedModule) -> None:
     """Name inputs as the original's arguments, and outputs by their keys."""
-    s, spec_out = module.signature, output_tree(module)
+    s, spec_out = signature_of(module), output_tree(module)
     specs = [spec for side in input_tree(module).children() for spec in side.children()]
     arguments = zip((*s.positional, *s.keywords), specs, strict=True)
     taken = [name for argument, spec in arguments for name in _leaves(spec, argument)]
