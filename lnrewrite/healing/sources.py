@@ -146,18 +146,20 @@ class IterableSource(BatchSource):
     def __init__(self, source: Callable[[], Iterator[Tensors]], data: Data, processes: int = 1) -> None:
         self.source, self.data = source, data
         self.next, self.last, self.bytes = 0, Tensors(), 0
-        self.walk = source()
+        before = list(islice(source(), HELD))
+        self.walk = source()  # after the other: some loaders have one walk at a time
         self.held_out = list(islice(self.walk, HELD))
         if not self.held_out:
             raise data.bad("it gives no batches", "give more than eight")
-        pairs = zip(self.held_out, islice(source(), HELD), strict=False)
-        self.kept: list[Tensors] | None = None if all(alike(*pair) for pair in pairs) else []
+        self.kept: list[Tensors] | None = None if all(map(alike, before, self.held_out)) else []
         if self.kept is not None:
             if processes > 1:
                 why = "it gives other batches whenever it is walked, so that each process would learn from others"
                 raise data.bad(why, "give them in one order (shuffle=False)")
             told = "one walk is kept in memory and gone through again"
             self.notes = (f"the data give other batches whenever they are walked: {told}",)
+        else:
+            self.walk = iter(())
 
     @cached_property
     def _endless(self) -> Iterator[Tensors]:
