@@ -20,10 +20,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import TopologicalSortPass
 
 from ..backends.onnx.lift import dtype as type_of
-from ..backends.onnx.norms import LAYER, SITE, NormNode, resemble, site, zeros
+from ..backends.onnx.norms import LAYER, SITE, NormNode, resemble, site, take_place, zeros
 from ..kernels.library import DOMAIN
 from ..pipeline.report import Form
-from .lowering import take_place
 
 BOTH, HALF = "NormAddNorm", "NormAdd"
 DTYPES = {"float32", "float16", "bfloat16"}

@@ -16,7 +16,19 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass, TopologicalSortPass
 
 from ..backends.onnx.lift import dtype as type_of
-from ..backends.onnx.norms import CONTRIB, LAYER, PLAIN, RMS, SKIP, STANDARD_RMS, NormNode, constant, resemble, site
+from ..backends.onnx.norms import (
+    CONTRIB,
+    LAYER,
+    PLAIN,
+    RMS,
+    SKIP,
+    STANDARD_RMS,
+    NormNode,
+    constant,
+    resemble,
+    site,
+    take_place,
+)
 from ..backends.onnx.ops import RESHAPE
 from ..pipeline.report import Form
 from .targets import DECOMPOSED, Target, release
@@ -69,14 +81,6 @@ def _is_product(value: ir.Value) -> bool:
 def _is_vector(value: ir.Value) -> bool:
     """Return whether a constant is the same for every token; tables of positions are not."""
     return value.shape is None or all(size == 1 for size in list(value.shape)[:-1])
-
-
-def take_place(old: ir.Value, new: ir.Value) -> None:
-    """Make `new` stand for `old` everywhere, under its name."""
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    name, old.name = old.name, f"{old.name}_before" if old.name else old.name
-    if name:
-        new.name = name
 
 
 def reshaped(value: ir.Value) -> ir.Node | None:

@@ -19,7 +19,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ..torch.served import sizes_of
 from .norms import CONTRIB, GROUPED
-from .packing import sizes, stored_as
+from .packing import cut, sizes, stored_as
 
 ROTARY = "RotaryEmbedding"
 MOVES = {"Reshape", "Transpose", "Split", "Slice", "Gather", "GatherND", "Squeeze", "Unsqueeze", "Identity"}
@@ -44,7 +44,7 @@ def gather_columns(model: ir.Model) -> None:
             for index, value in enumerate((made, None, None)):
                 node.replace_input_with(index, value)
             continue
-        pieces = _split(model.graph, node, turns, made, [len(each) for each in columns])
+        pieces = _split(model.graph, turns, made, [len(each) for each in columns])
         for index, (turn, piece) in enumerate(zip(turns, pieces, strict=True)):
             (turn or node).replace_input_with(0 if turn else index, piece)
     RemoveUnusedNodesPass()(model)
@@ -140,15 +140,8 @@ def _packed(graph: ir.Graph, node: ir.Node, parts: Parts, of: np.ndarray) -> ir.
     return made[-1].outputs[0]
 
 
-def _split(
-    graph: ir.Graph, node: ir.Node, turns: Sequence[ir.Node | None], whole: ir.Value, widths: list[int]
-) -> Sequence[ir.Value]:
+def _split(graph: ir.Graph, turns: Sequence[ir.Node | None], whole: ir.Value, widths: list[int]) -> Sequence[ir.Value]:
     """Return the pieces of a packed product, before the first that reads one."""
-    lengths = ir.Value(name=f"{whole.name or node.name}_widths", const_value=ir.tensor(np.array(widths, np.int64)))
-    lengths.type, lengths.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([3])
-    graph.register_initializer(lengths)
-    made = ir.node("Split", [whole, lengths], {"axis": -1}, num_outputs=3)
-    for value, width in zip(made.outputs, widths, strict=True):
-        value.type, value.shape = whole.type, ir.Shape([*(whole.shape or ())[:-1], width])
+    made = cut(graph, whole, widths)
     graph.insert_before(next(turn for turn in turns if turn is not None), made)
     return made.outputs

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .norms import CONTRIB, GROUPED, RMS, NormNode, constant, resemble, site
+from .packing import cut
 
 GAINS, EPS = (14, 15), "qk_norm_epsilon"
 """The inputs of the kernel that are gains of queries and of keys, and the attribute that is their eps."""
@@ -93,11 +94,8 @@ def _split(graph: ir.Graph, node: ir.Node, widths: list[int]) -> None:
     """Give a kernel that takes queries, keys and values as one its three inputs."""
     packed = node.inputs[0]
     assert packed is not None
-    taken = constant(graph, f"heads_{'_'.join(map(str, widths))}", np.array(widths, np.int64))
-    graph.insert_before(node, made := ir.node("Split", [packed, taken], {"axis": -1}, num_outputs=3))
-    for index, (piece, width) in enumerate(zip(made.outputs, widths, strict=True)):
-        piece.type = packed.type
-        piece.shape = None if packed.shape is None else ir.Shape([*packed.shape[:-1], width])
+    graph.insert_before(node, made := cut(graph, packed, widths))
+    for index, piece in enumerate(made.outputs):
         node.replace_input_with(index, piece)
 
 

@@ -128,6 +128,14 @@ def resemble(value: ir.Value, other: ir.Value) -> None:
         value.type = ir.TensorType(other.dtype)
 
 
+def take_place(old: ir.Value, new: ir.Value) -> None:
+    """Make `new` stand for `old` everywhere, under its name."""
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    name, old.name = old.name, f"{old.name}_before" if old.name else old.name
+    if name:
+        new.name = name
+
+
 def epsilon(node: ir.Node) -> float:
     """Return the eps of a norm's node."""
     return node.attributes.get_float("epsilon", EPSILON[node.op_type]) if node.op_type in EPSILON else 0.0

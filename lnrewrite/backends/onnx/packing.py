@@ -73,10 +73,22 @@ def _unnormed(value: ir.Value | None) -> ir.Value | None:
     return value
 
 
+def cut(graph: ir.Graph, packed: ir.Value, widths: Sequence[int]) -> ir.Node:
+    """Return a node, not in the graph yet, that takes a product [batch, tokens, channels] apart into pieces."""
+    if graph.opset_imports.get("", 0) < 13:
+        made = ir.node("Split", [packed], {"axis": 2, "split": widths}, num_outputs=len(widths))
+    else:
+        taken = constant(graph, f"heads_{'_'.join(map(str, widths))}", np.array(widths, np.int64))
+        made = ir.node("Split", [packed, taken], {"axis": -1}, num_outputs=len(widths))
+    for piece, width in zip(made.outputs, widths, strict=True):
+        piece.type = packed.type
+        piece.shape = None if packed.shape is None else ir.Shape([*packed.shape[:-1], width])
+    return made
+
+
 def _split(graph: ir.Graph, made: list[ir.Node], ends: Sequence[ir.Value], widths: Sequence[int]) -> None:
     """Put one product in front of the first of several, and let its pieces stand for them."""
-    taken = constant(graph, f"heads_{'_'.join(map(str, widths))}", np.array(widths, np.int64))
-    made = [*made, ir.node("Split", [made[-1].outputs[0], taken], {"axis": -1}, num_outputs=len(widths))]
+    made = [*made, cut(graph, made[-1].outputs[0], widths)]
     producers = [end.producer() for end in ends]
     graph.insert_before(next(node for node in graph if node in producers), made)
     for end, piece in zip(ends, made[-1].outputs, strict=True):

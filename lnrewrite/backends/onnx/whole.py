@@ -17,8 +17,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .columns import Parts, read_off
-from .norms import CONTRIB, HEADED, PACKED, constant, resemble
-from .packing import product, sizes, stored_as
+from .norms import CONTRIB, HEADED, PACKED, resemble, take_place
+from .packing import cut, product, sizes, stored_as
 
 PADDING, BIAS = 4, 5
 """The inputs of MultiHeadAttention that say which keys are seen, and that are added to the scores: 3 and 5 there."""
@@ -42,10 +42,8 @@ def attend_whole(model: ir.Model, marked: bool = False) -> None:
         weight, bias = _stored(model.graph, parts, np.concatenate(of))
         held = {name: node.attributes[name] for name in CARRIED if name in node.attributes}
         held["qkv_hidden_sizes"] = ir.AttrInt64s("qkv_hidden_sizes", [len(each) for each in of])
-        padding, *added = [*node.inputs[PADDING:], None][: max(1, len(node.inputs) - PADDING)]
-        given = [parts[0][0], weight, bias, padding, None, *added]
-        while given[-1] is None:
-            given.pop()
+        padding, added, *_ = [*node.inputs[PADDING:], None, None]
+        given = _given(parts[0][0], weight, bias, padding, None, added)
         made = ir.Node(CONTRIB, PACKED, given, held.values(), num_outputs=1, name=node.name)
         _stand(model.graph, node, made, [made])
     RemoveUnusedNodesPass()(model)
@@ -64,9 +62,7 @@ def attend_apart(model: ir.Model) -> None:
             continue
         made = _apart(model.graph, x, weight, bias, widths)
         held = [node.attributes[name] for name in CARRIED if name in node.attributes]
-        given = [*made[-1].outputs, None, mask, added]
-        while given[-1] is None:
-            given.pop()
+        given = _given(*made[-1].outputs, None, mask, added)
         last = ir.Node(CONTRIB, HEADED, given, held, num_outputs=1, name=node.name)
         last.metadata_props[APART] = "1"
         _stand(model.graph, node, last, [*made, last])
@@ -79,17 +75,11 @@ def _apart(
     made = [ir.node("MatMul", [x, weight])]
     if bias is not None:
         made.append(ir.node("Add", [made[0].outputs[0], bias]))
-    for each in made:
-        _like(each.outputs[0], x, weight, sum(widths))
-    packed, name = made[-1].outputs[0], f"heads_{'_'.join(map(str, widths))}"
-    if graph.opset_imports.get("", 0) < 13:
-        made.append(ir.node("Split", [packed], {"axis": 2, "split": widths}, num_outputs=3))
-    else:
-        cuts = constant(graph, name, np.array(widths, np.int64))
-        made.append(ir.node("Split", [packed, cuts], {"axis": 2}, num_outputs=3))
-    for piece, width in zip(made[-1].outputs, widths, strict=True):
-        _like(piece, x, weight, width)
-    return made
+    kind = weight.dtype or x.dtype
+    for value in (each.outputs[0] for each in made):
+        value.shape = None if x.shape is None else ir.Shape([*x.shape[:-1], sum(widths)])
+        value.type = None if kind is None else ir.TensorType(kind)
+    return [*made, cut(graph, made[-1].outputs[0], widths)]
 
 
 def _widths(node: ir.Node, weight: ir.Value | None) -> list[int]:
@@ -108,21 +98,16 @@ def _shown(x: ir.Value, mask: ir.Value) -> bool:
     return len(mask.shape) > 1 or embedded or (x.shape is not None and mask.shape[0] == x.shape[0])
 
 
-def _like(value: ir.Value, x: ir.Value, weight: ir.Value, width: int) -> None:
-    """Give a value the shape of tokens with so many channels, and the type of weights."""
-    value.shape = None if x.shape is None else ir.Shape([*x.shape[:-1], width])
-    if (kind := weight.dtype or x.dtype) is not None:
-        value.type = ir.TensorType(kind)
+def _given(*inputs: ir.Value | None) -> Sequence[ir.Value | None]:
+    """Return a node's inputs without those at their end that are not given."""
+    return inputs[: max(i for i, value in enumerate(inputs, 1) if value is not None)]
 
 
 def _stand(graph: ir.Graph, node: ir.Node, last: ir.Node, made: Sequence[ir.Node]) -> None:
     """Let what the last of new nodes gives stand for what another gives."""
-    old, new = node.outputs[0], last.outputs[0]
-    resemble(new, old)
-    name, old.name = old.name, None
-    new.name = name
+    resemble(last.outputs[0], node.outputs[0])
     graph.insert_before(node, made)
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    take_place(node.outputs[0], last.outputs[0])
     graph.remove(node, safe=True)
 
 
