@@ -18,7 +18,7 @@ from ..backends.torch.module import stored
 from ..backends.torch.walk import Walk
 from ..backends.torch.widened import worked_out
 from ..comparison.proving import Evidence, away, evidence
-from ..comparison.verifying import measured
+from ..comparison.verifying import measured, shown_by
 from ..detect.arithmetic import Floats
 from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec, plain_content
@@ -100,7 +100,7 @@ class StoredProgram(Program):
     def drift(self, other: Self, batches: Sequence[Batch], held_out: bool) -> Drift:
         """Compare another program's outputs with this one's on the batches, each run through both once."""
         mine, others = (Said(each.outputs(batches)) for each in (self, other))
-        return measured(mine, others, batches, held_out)
+        return measured(mine, others, batches, held_out, shown_by(self, batches))
 
     def synthetic(self, seed: int) -> Sequence[Batch]:
         """Make up eight batches of inputs like the example inputs."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from ..backends.hiding import Shown
 from ..backends.outputs import Outputs, difference
 from ..backends.running import Runnable, as_runnable, floats, incomparable, numbers
 from ..backends.torch.capture import evaluating, quiet
@@ -170,9 +172,12 @@ def drift(a: nn.Module, b: nn.Module, batches: Sequence[Batch], held_out: bool) 
         return measured(as_runnable(a), as_runnable(b), batches, held_out)
 
 
-def measured(first: Runnable, second: Runnable, batches: Sequence[Batch], held_out: bool) -> Drift:
-    """Measure how far the second's outputs are from the first's, as `drift` does."""
+def measured(
+    first: Runnable, second: Runnable, batches: Sequence[Batch], held_out: bool, shown: Shown | None = None
+) -> Drift:
+    """Measure how far the second's outputs are from the first's, as `drift` does; `shown`: which tokens count."""
     sums, off = torch.zeros(7, dtype=torch.float64), list[str]()
+    shown = shown or shown_by(first, batches)
     with quiet():
         for batch in batches:
             one = first.call(batch)
@@ -183,7 +188,7 @@ def measured(first: Runnable, second: Runnable, batches: Sequence[Batch], held_o
                     raise
                 off.append(path)
                 continue
-            sums += distances(one, two)
+            sums += distances(one, two, partial(shown.cut, batch=batch))
             del one, two
     off, many = [path for part in everyone(off) for path in part], total(len(batches))
     if len(off) == many:
@@ -191,18 +196,30 @@ def measured(first: Runnable, second: Runnable, batches: Sequence[Batch], held_o
     return replace(drift_of(total(sums), held_out, many - len(off)), off_path=len(off))
 
 
-def distances(one: object, two: object) -> torch.Tensor:
+def shown_by(model: Runnable, batches: Sequence[Batch]) -> Shown:
+    """Return which tokens of each output count, outputs named by their numbers."""
+    with quiet():
+        return Shown.tried(batches, lambda batch: {str(k): x for k, x in enumerate(floats(model.call(batch)))})
+
+
+def distances(
+    one: object, two: object, cut: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, value: value
+) -> torch.Tensor:
     """Return what a drift is made of, float64[7], which adds up over batches and rows; a piece is widened at a time.
 
     |a - b|^2, |a|^2, ab and |b|^2 over all outputs, KL(a || b) of the logits, how often both choose the same, and rows.
+    `cut` takes what counts from an output, given its number.
     """
     sums = torch.zeros(7, dtype=torch.float64)
-    for x, y in zip(floats(one), floats(two), strict=True):
+    both, named = (floats(one), floats(two)), (logits(one), logits(two))
+    pairs = [(cut(str(k), x), cut(str(k), y)) for k, (x, y) in enumerate(zip(*both, strict=True))]
+    for x, y in pairs:
         for a, b in zip(x.flatten().split(PIECE), y.flatten().split(PIECE), strict=True):
             a, b = a.double(), b.double()
             sums[:4] += torch.stack([((a - b) ** 2).sum(), (a * a).sum(), (a * b).sum(), (b * b).sum()]).cpu()
-    p, q = logits(one), logits(two)
-    if p is not None and q is not None:
+    at = [pair for pair, x in zip(pairs, both[0], strict=True) if x is named[0]]
+    if named[1] is not None and at:
+        ((p, q),) = at
         step = max(1, PIECE // max(1, p.shape[-1]))
         for a, b in zip(*(x.reshape(-1, x.shape[-1]).split(step) for x in (p, q)), strict=True):
             la, lb = a.double().log_softmax(-1), b.double().log_softmax(-1)

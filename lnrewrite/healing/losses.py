@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..algebra.fitting import Floats
+from ..backends.hiding import ELSEWHERE, hides, masks
 from ..backends.inputs import Tensors
 from ..comparison.verifying import distances, drift_of, logits
 from ..compat.torch import tensors_in
@@ -84,13 +86,14 @@ class Objective:
     """Compare a student with targets and teacher.
 
     `ids` names the tokens whose successors a causal model predicts, or is empty; `masks` the inputs that say which
-    tokens count; `centered` whether states are compared without their mean, as layer norms see them. `end`: the id
-    whose successor is no target, for it is of another document; None where there is none. `classes`: how many labels
-    there may be, 0 where the data hold none. `like`: an input with a place for each token of the output, or empty.
+    tokens count, with the number that hides one; `centered` whether states are compared without their mean, as layer
+    norms see them. `end`: the id whose successor is no target, for it is of another document; None where there is none.
+    `classes`: how many labels there may be, 0 where the data hold none. `like`: an input with a place for each token of
+    the output, or empty.
     """
 
     ids: str
-    masks: tuple[str, ...]
+    masks: Mapping[str, int]
     centered: bool
     end: int | None = None
     classes: int = 0
@@ -105,12 +108,12 @@ class Objective:
                 raise LnrewriteError(Code.LN022, f"data: {name}", why, "give longer sequences (--length)")
         kinds = [site.norm.kind for s in program.network.streams for _, site in s.sites()]
         run = run or (lambda batch: program.module()(**inputs_of(batch)))
-        masks = tuple(n for n, t in example.items() if "mask" in n and t.dim() == 2 and _counts(n, example, run))
         centered = 2 * kinds.count(Kind.LAYER) > len(kinds)
         with torch.no_grad():
             out = run(example)
         like = [n for n, t in inputs_of(example).items() if t.shape[:2] == _first(out).shape[:2]]
-        found = cls(_causal(program.spec.vocabularies, example, run), masks, centered, like=like[-1] if like else "")
+        hiding = _hiding(example, run)
+        found = cls(_causal(program.spec.vocabularies, example, run), hiding, centered, like=like[-1] if like else "")
         return found if LABELS not in example else replace(found, classes=found.scores(out, example).shape[-1])
 
     def has_task(self, batch: Tensors) -> bool:
@@ -169,16 +172,16 @@ class Objective:
                 raise LnrewriteError(Code.LN022, "labels", f"they hold {most} of {self.classes} classes", remedy)
             return found
         targets = batch[self.ids][:, 1:].long()
-        for name in self.masks:
-            targets = targets.masked_fill(batch[name][:, 1:] == 0, IGNORED)
+        for name, hidden in self.masks.items():
+            targets = targets.masked_fill(batch[name][:, 1:] == hidden, IGNORED)
         return targets if self.end is None else targets.masked_fill(batch[self.ids][:, :-1] == self.end, IGNORED)
 
     def count(self, batch: Tensors) -> int:
         """Return how many targets, or tokens that count, a batch holds."""
         if self.has_task(batch):
             return int((self.targets(batch) != IGNORED).sum())
-        masks = [batch[name] for name in self.masks]
-        return int(masks[0].sum()) if masks else batch[self.like or next(iter(batch))].shape[:2].numel()
+        shape = batch[self.like or next(iter(batch))].shape[:2]
+        return int(counted.sum()) if (counted := self.counted(batch)) is not None else shape.numel()
 
     def divergence(self, student: object, teacher: object, batch: Tensors) -> Tensor:
         """Return KL(teacher || student) of the logits or, without any, the relative squared error of the output."""
@@ -195,40 +198,35 @@ class Objective:
 
     def _mean(self, rows: Tensor, batch: Tensors) -> Tensor:
         """Return the mean over the tokens that count."""
-        for name in self.masks:
-            if batch[name].shape == rows.shape:
-                weight = batch[name].to(rows.dtype)
-                return (rows * weight).sum() / weight.sum().clamp(min=1)
-        return rows.mean()
+        counted = self.counted(batch)
+        if counted is None or counted.shape != rows.shape:
+            return rows.mean()
+        weight = counted.to(rows.dtype)
+        return (rows * weight).sum() / weight.sum().clamp(min=1)
+
+    def counted(self, batch: Tensors) -> Tensor | None:
+        """Return which tokens count, bool[rows, tokens]; None where all do."""
+        counted = [batch[name] != hidden for name, hidden in self.masks.items()]
+        return torch.stack(counted).all(0) if counted else None
+
+
+def _cut(counted: Tensor | None, _: str, value: Tensor) -> Tensor:
+    """Return the tokens of an output that count."""
+    return value if counted is None or value.shape[:2] != counted.shape else value[counted]
 
 
 def _first(outputs: object) -> Tensor:
     return next(t for t in tensors_in(outputs) if t.is_floating_point()).float()
 
 
-def _counts(mask: str, example: Tensors, run: Callable[[Tensors], object]) -> bool:
-    """Return whether a mask [rows, tokens] hides tokens of the output, and not those of another sequence.
-
-    What is hidden at the first place is changed: where the mask is of other tokens (an encoder's), the output stays.
-    """
-    inputs = inputs_of(example)
-    hidden = inputs | {mask: torch.ones_like(inputs[mask])}
-    hidden[mask][:, 0] = 0
-    at = [n for n, t in inputs.items() if n != mask and t.shape[:2] == inputs[mask].shape and "mask" not in n]
-    with torch.no_grad():
-        before = _first(run(hidden))
-        if before.shape[:2] != inputs[mask].shape:
-            return False
-        for name in at:
-            other = hidden | {name: inputs[name].clone()}
-            other[name][:, 0] = other[name].flatten(1)[:, -1:].view(-1, *[1] * (other[name].dim() - 2))
-            moved = (_first(run(other)) - before).abs() > 1e-5 * before.abs().max()
-            apart = moved.flatten(2).any(-1).any(0)
-            if not apart.any() and not torch.equal(other[name], hidden[name]):
-                return False
-            if apart[0] and not apart[1:].any():
-                return True
-    return True
+def _hiding(example: Tensors, run: Callable[[Tensors], object]) -> dict[str, int]:
+    """Return the masks of the output's tokens, and the number by which each hides one: 0 where that cannot be told."""
+    inputs, found = inputs_of(example), dict[str, int]()
+    for name in masks(inputs):
+        told = hides(name, inputs, lambda batch: {"": _first(run(batch))}).get("", ELSEWHERE)
+        if told != ELSEWHERE:
+            found[name] = told or 0
+    return found
 
 
 def _causal(limits: Mapping[str, int], example: Tensors, run: Callable[[Tensors], object]) -> str:
@@ -303,13 +301,13 @@ def losses_of(
             sums = torch.stack([other.double().square().sum(), torch.tensor(float(other.numel())).to(other)]) * counts
             square, number = world.sum(sums)
             errors = (mine - other).square().mean(-1) / (square / number)
-            masks = [rows[n].bool() for n in objective.masks if rows[n].shape == errors.shape]
-            counted = masks[0] if masks else torch.ones_like(errors, dtype=torch.bool)
+            mask = objective.counted(rows)
+            counted = torch.ones_like(errors, dtype=torch.bool) if mask is None or mask.shape != errors.shape else mask
             found = errors[counted]
         if counts:
             values.append(found.double().cpu().numpy())
             windows.append(first + world.rank + world.size * counted.nonzero()[:, 0].cpu().numpy())
-            apart += distances(its, out) if drifts else 0
+            apart += distances(its, out, partial(_cut, objective.counted(rows))) if drifts else 0
         first += min(map(len, batch.values()))
     every = world.gathered((values, windows))
     at = np.concatenate([each for _, held in every for each in held])

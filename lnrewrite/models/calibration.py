@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from ..backends.hiding import Shown
 from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.fixed import elsewhere, other_path
@@ -37,7 +38,8 @@ def collect(network: Network, record: Recorder, batches: Sequence[Batch], seed: 
     names = {b.name: nodes_of(s, b, i) for s in network.streams for i, b in enumerate(s.blocks)}
     axes = {n: axis for nodes in names.values() for n, axis in nodes.values() if n}
     width = max((s.width for s in network.streams), default=0)
-    arrays = recorded(axes, width, record, batches, seed)
+    streams = [[n for b in s.blocks for n, _ in names[b.name].values()] for s in network.streams]
+    arrays = recorded(axes, width, record, batches, seed, streams)
     return {
         block: Samples(**{k: cast(Floats, arrays.get(n)) for k, (n, _) in nodes.items()})
         for block, nodes in names.items()
@@ -45,18 +47,30 @@ def collect(network: Network, record: Recorder, batches: Sequence[Batch], seed: 
 
 
 def recorded(
-    axes: Mapping[str, int], width: int, record: Recorder, batches: Sequence[Batch], seed: int = 0
+    axes: Mapping[str, int],
+    width: int,
+    record: Recorder,
+    batches: Sequence[Batch],
+    seed: int = 0,
+    groups: Sequence[Collection[str]] | None = None,
 ) -> dict[str, Floats]:
     """Return values of the graph, by node, on the batches: float64 arrays [tokens, channels], channels from their axis.
 
-    `width` is the most channels that one has, 0 where it is not known. Raises LnrewriteError LN022, LN026.
+    Tokens that a mask hides are left out; `groups` are values of one sequence each, all without them. `width` is the
+    most channels that one has, 0 where it is not known. Raises LnrewriteError LN022, LN026.
     """
+
+    def run(batch: Batch) -> dict[str, torch.Tensor]:
+        return {n: v.detach().movedim(axes[n], -1) for n, v in record(batch, list(axes)).items()}
+
     limit = max(64, BYTES // (8 * max(1, width) * max(1, len(axes)) * len(batches)))
     parts: dict[str, list[Floats]] = {n: [] for n in axes}
+    shown = Shown.tried(batches, run, groups or [list(axes)])
     for index, batch in enumerate(batches):
-        for name, value in record(batch, list(axes)).items():
-            rows = value.detach().movedim(axes[name], -1)
-            rows = rows.reshape(-1, rows.shape[-1])
+        for name, value in run(batch).items():
+            counts = shown.rows(name, value, batch)
+            rows = value.reshape(-1, value.shape[-1])
+            rows = rows if counts is None else rows[counts]
             parts[name].append(rows[rows_of(len(rows), limit, seed + index)].double().cpu().numpy())
     arrays = {n: np.concatenate(p) for n, p in parts.items() if p}
     finite(arrays)

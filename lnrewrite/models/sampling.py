@@ -7,10 +7,12 @@ into `BYTES`; of a small model that is all of them. What is asked for again when
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
+from ..backends.hiding import Shown
 from ..backends.torch.capture import evaluating, quiet
 from ..backends.torch.fixed import elsewhere, other_path
 from ..backends.torch.module import CapturedModule
@@ -44,12 +46,28 @@ class Sampled(Mapping[str, Samples]):
         self.module, self.batches, self.read = module, batches, read
         self.nodes = {b.name: nodes_of(s, b, i) for s in network.streams for i, b in enumerate(s.blocks)}
         self.ends = {b.name: b.anchor.total for s in network.streams for b in s.blocks}
+        self.streams = [{n for b in s.blocks for n, _ in self.nodes[b.name].values()} for s in network.streams]
         self.axes = {n: axis for nodes in self.nodes.values() for n, axis in nodes.values() if n}
         width = max((s.width for s in network.streams), default=0) or 1
         whole = max(TOKENS, BYTES // (8 * width * KINDS))
         self.limit = max(64, -(-whole // max(1, len(batches))))
         self.held: dict[str, Samples] = {}
         self.walk: Walk | None = None
+
+    @cached_property
+    def shown(self) -> Shown:
+        """Return which tokens count: those that no mask hides."""
+        ends = frozenset(self.ends.values())
+
+        def run(batch: Batch) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            with evaluating(self.module), quiet():
+                walk = Walk(self.module, list(ends), [batch], self.read)
+                while not walk.over:
+                    walk.go(lambda name, _, value: found.update({name: value} if name in ends else {}))
+            return {n: value.detach().movedim(self.axes[n], -1) for n, value in found.items()}
+
+        return Shown.tried(self.batches, run, self.streams)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.nodes)
@@ -104,7 +122,9 @@ class Sampled(Mapping[str, Samples]):
         """Keep some rows of a value, [tokens, channels]."""
         if name in self.axes and isinstance(value, Tensor):
             rows = value.detach().movedim(self.axes[name], -1)
+            counts = self.shown.rows(name, rows, self.batches[batch])
             rows = rows.reshape(-1, rows.shape[-1])
+            rows = rows if counts is None else rows[counts]
             chosen = rows_of(len(rows), self.limit, batch)
             self.kept.setdefault(name, {})[batch] = rows[chosen] if len(chosen) < len(rows) else rows
 

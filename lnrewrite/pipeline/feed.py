@@ -96,7 +96,8 @@ class Feed:
             )
         if self.given is not None and "batches" in vars(self) and any(map(_hides, self.batches)):
             notes.append(
-                "tokens that a mask hides count in the fit and in the drift as all others do; give rows without padding"
+                "tokens that a mask hides count neither in the fit nor in the drift where it was seen that no others "
+                "depend on them, and as all others do where not"
             )
         if drift and (drift.relative_error or 0) > LARGE:
             notes.append(
@@ -117,7 +118,7 @@ class Feed:
 
 
 def _hides(batch: Batch) -> bool:
-    """Return whether a batch holds a mask [rows, tokens] with zeros."""
+    """Return whether a batch holds a mask [rows, tokens] that tells tokens apart."""
     named = batch.items() if isinstance(batch, Mapping) else ()
     masks = [v for name, v in named if "mask" in name and getattr(v, "ndim", 0) == 2]
-    return any(bool((mask == 0).any()) for mask in masks)
+    return any(bool((mask == 0).any() and (mask != 0).any()) for mask in masks)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..backends.hiding import Shown
+from ..pipeline.protocols import Batch
 from ..pipeline.shares import anywhere, total
 
 FEEDBACK = 0.7
@@ -21,19 +23,27 @@ class Measure:
     """See states [..., width on `axis`] as rows [tokens, width], as they are compared: token by token.
 
     directions: what a norm without gain makes of them, since the sizes differ by design; `centered` for layer norms.
+    shown: which tokens count, bool[tokens]; None where all do.
     """
 
     axis: int
     directions: bool
     centered: bool
+    shown: Tensor | None = None
 
     def __call__(self, state: Tensor) -> Tensor:
         """Return a state's rows, without their size where directions are compared."""
         x = state.movedim(self.axis, -1).flatten(0, -2)
+        if self.shown is not None and len(self.shown) == len(x):
+            x = x[self.shown]
         if not self.directions:
             return x
         x = x - x.mean(-1, keepdim=True) if self.centered else x
         return x / _size(x)
+
+    def on(self, shown: Shown, name: str, state: Tensor, batch: Batch) -> Measure:
+        """Return the measure on one batch, given a state of it, with what is known of the tokens that count."""
+        return replace(self, shown=shown.rows(name, state.movedim(self.axis, -1), batch))
 
 
 @dataclass(frozen=True)
@@ -53,34 +63,36 @@ class Goal:
 
 
 def goals_of(
-    measure: Measure,
+    measures: Sequence[Measure],
     totals: Sequence[Tensor],
     starts: Sequence[Tensor],
     before: Sequence[tuple[Tensor, Tensor]],
-    like: Tensor,
+    like: tuple[Measure, Tensor],
 ) -> list[Goal]:
-    """Return the goals on some batches.
+    """Return the goals on some batches, each with a measure.
 
     totals, starts: the original's states behind the sum and before it. before: both models' states behind the sum
     before that; how they differ is what the branch cannot know, mostly noise to it, so part of that is left alone.
-    like: a state, for a process that has none of these batches.
+    like: a measure and a state, for a process that has none of these batches.
     """
-    plain = replace(measure, directions=False)
-    targets, starts = [plain(t) for t in totals], [plain(s) for s in starts]
+    plain = [replace(m, directions=False) for m in measures]
+    targets = [m(t) for m, t in zip(plain, totals, strict=True)]
+    starts = [m(s) for m, s in zip(plain, starts, strict=True)]
     sizes = [_size(t) for t in targets]
     added = sum(float(((t - s) / r).square().sum()) for t, s, r in zip(targets, starts, sizes, strict=True))
     unit = max(math.sqrt(total(float(added))), LEAST)
-    theirs, ours = [measure(a) for a, _ in before], [measure(b) for _, b in before]
+    known = list(zip(measures, before, strict=bool(before)))
+    theirs, ours = [m(a) for m, (a, _) in known], [m(b) for m, (_, b) in known]
     other = any(a.shape != s.shape for a, s in zip(theirs, starts, strict=bool(before)))
     if anywhere(before) and not anywhere(other):
-        none = measure(like)[:0]
+        none = like[0](like[1])[:0]
         by = _slope([*theirs, none], [*starts, none])
         pairs = zip(targets, theirs, ours, strict=True)
         targets = [t - (1 - FEEDBACK) * by * (a - b) for t, a, b in pairs]
-    if measure.directions:
-        back = [replace(measure, axis=-1)(t) for t in targets]
-        return [Goal(measure, t, torch.tensor(unit)) for t in back]
-    return [Goal(measure, t, r * unit) for t, r in zip(targets, sizes, strict=True)]
+    if like[0].directions:
+        rows = replace(like[0], axis=-1)
+        return [Goal(m, rows(t), torch.tensor(unit)) for m, t in zip(measures, targets, strict=True)]
+    return [Goal(m, t, r * unit) for m, t, r in zip(measures, targets, sizes, strict=True)]
 
 
 def _size(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
+from ..backends.hiding import Shown
 from ..backends.torch.capture import evaluating
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.fixed import other_path
@@ -134,6 +135,19 @@ class Reconstruction:
     def sides(self) -> tuple[Side, Side]:
         return self.original, self.made
 
+    @cached_property
+    def shown(self) -> Shown:
+        """Return which tokens of the original's states count."""
+        axes = {b.anchor.total: b.anchor.axis for s in self.original.network.streams for b in s.blocks}
+        groups = [[b.anchor.total for b in s.blocks] for s in self.original.network.streams]
+        states = states_of(self.original.module, list(axes))
+
+        def run(batch: Batch) -> dict[str, Tensor]:
+            found = states({}, flat_inputs(self.original.module, batch))
+            return {n: state.movedim(axes[n], -1) for n, state in zip(axes, found, strict=True)}
+
+        return Shown.tried([*self.fit, *self.held], run, groups)
+
     def run(self) -> list[Fitted]:
         """Return what was done at each sum that a chosen block ends in."""
         ends = self.made.ends
@@ -200,7 +214,7 @@ class Reconstruction:
         modules = self.original.module, self.made.module
         try:
             tokens = self.tokens * total(len(fit)) // total(len(self.fit))
-            found = Together(*modules, ends, names, fit, self.held, tokens).run()
+            found = Together(*modules, ends, names, fit, self.held, tokens, self.shown).run()
         except (RuntimeError, NotImplementedError) as fault:
             alone(fault)
             why = f"training them together failed: {str(fault).partition(chr(10))[0]}"
@@ -222,10 +236,12 @@ class Reconstruction:
 
     def goals(self, place: tuple[int, int], totals: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Goal]:
         """Return what the state behind a sum shall be on each batch, in units of its own for held-out data."""
-        measure = self.measure(place)
-        before, many = self.before.get(place[0], []), len(self.fit)
+        measure, name = self.measure(place), self.original.sums[place][-1].anchor.total
+        pairs = zip(totals, (*self.fit, *self.held), strict=True)
+        measures = [measure.on(self.shown, name, state, batch) for state, batch in pairs]
+        before, many, like = self.before.get(place[0], []), len(self.fit), (measure, totals[0])
         halves = slice(0, many), slice(many, None)
-        return [g for h in halves for g in goals_of(measure, totals[h], starts[h], before[h], totals[0])]
+        return [g for h in halves for g in goals_of(measures[h], totals[h], starts[h], before[h], like)]
 
     def moves_trunk_norms(self, stream: int) -> bool:
         """Return whether norms came onto a stream's trunk, or left it, so that its states differ in size by design."""

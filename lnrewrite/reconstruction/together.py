@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.func import functional_call
 
+from ..backends.hiding import Shown
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.widened import is_narrow, widened
@@ -42,8 +43,8 @@ LARGEST = 2**28
 
 States = Callable[[Mapping[str, Tensor], Sequence[object]], list[Tensor]]
 """Gives a model's states behind its sums, for some parameters and a batch."""
-Pair = tuple[list[object], list[object]]
-"""A batch as both models take it."""
+Pair = tuple[list[object], list[object], Batch]
+"""A batch as both models take it, and as it was given."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Together:
 
     A step learns from one batch of each process, so that many make fewer steps where the data are gone through in them.
     ends: the sums' nodes in both models, and how their states are compared. tokens: how many there are to fit on.
+    shown: which tokens of the original's states count.
     """
 
     original: CapturedModule
@@ -70,6 +72,7 @@ class Together:
     fit: Sequence[Batch]
     held: Sequence[Batch]
     tokens: int
+    shown: Shown
 
     def run(self) -> Trained:
         """Return what the training gave, or no values where it did not help. The models stay as they are."""
@@ -114,7 +117,8 @@ class Together:
         with torch.no_grad():
             theirs = self._runs[0]({}, batch[0])
         rows = zip(self.ends, theirs, self._runs[1](parameters, batch[1]), strict=True)
-        return torch.stack([distance(measure, one, other) for (_, _, measure), one, other in rows]).mean()
+        here = [(m.on(self.shown, name, one, batch[2]), one, other) for (name, _, m), one, other in rows]
+        return torch.stack([distance(measure, one, other) for measure, one, other in here]).mean()
 
     @torch.no_grad()
     def _mean(self, parameters: Mapping[str, Tensor], batches: Sequence[Pair]) -> float:
@@ -127,7 +131,7 @@ class Together:
         return states_of(self.original, theirs), states_of(self.made, mine)
 
     def _pair(self, batch: Batch) -> Pair:
-        return flat_inputs(self.original, batch), flat_inputs(self.made, batch)
+        return flat_inputs(self.original, batch), flat_inputs(self.made, batch), batch
 
 
 def states_of(module: CapturedModule, ends: Sequence[str]) -> States:
@@ -165,7 +169,7 @@ def varied(pair: Pair, step: int) -> Pair:
     Tokens meet other contexts and places so, and few of them go further. Only where whole numbers [rows, length] are
     the one input that varies within a row: what else told of a place would be wrong.
     """
-    told = {id(v): v for values in pair for v in values if isinstance(v, Tensor) and v.dim() == 2}
+    told = {id(v): v for values in pair[:2] for v in values if isinstance(v, Tensor) and v.dim() == 2}
     rows = [v for v in pair[0] if isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any())]
     if step % 2 == 0 or len(rows) != 1 or id(rows[0]) not in told or rows[0].is_floating_point():
         return pair
@@ -176,7 +180,7 @@ def varied(pair: Pair, step: int) -> Pair:
             return value.flatten().roll(turn).view(value.shape)
         return value
 
-    return [cut(v) for v in pair[0]], [cut(v) for v in pair[1]]
+    return [cut(v) for v in pair[0]], [cut(v) for v in pair[1]], pair[2]
 
 
 def group(value: Tensor) -> dict[str, object]:

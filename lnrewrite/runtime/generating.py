@@ -57,8 +57,8 @@ def generate(
 ) -> Generated:
     """Generate greedily from a prompt with the model of a folder, until it ends its text or made `most` tokens.
 
-    engine: genai, session, or auto: genai where it is installed and the folder has its config. threads: of one
-    operator; None leaves it to the engine. told: is given each piece of text when it is there. Raises LnrewriteError
+    engine: genai, session, or auto: genai where it is installed and the folder has its config, unless that asks for
+    CUDA and there is none, for some of CUDA's operators are taken apart in a session only. threads: of one operator; None leaves it to the engine. told: is given each piece of text when it is there. Raises LnrewriteError
     LN013 for a folder without a model of that kind, LN017 where genai would load code for it, LN015 for a config that
     cannot be read, LN018 for a package that lacks, UsageError LN003 for an unknown engine.
     """
@@ -73,7 +73,7 @@ def generate(
     if engine == "genai" and not here:
         raise LnrewriteError(Code.LN018, "engine genai", "the package is missing", "pip install onnxruntime-genai")
     if engine == "auto":
-        engine = "genai" if here and (folder / GENAI).is_file() else "session"
+        engine = "genai" if here and (folder / GENAI).is_file() and not _lacks_cuda(folder) else "session"
     tokenizer = names.load()
     ids = [int(i) for i in tokenizer(prompt)["input_ids"]]
     if not ids:
@@ -160,26 +160,31 @@ def _by_genai(folder: Path, ids: list[int], most: int, threads: int | None) -> I
 
     try:
         config = genai.Config(str(folder))
-        if (
-            names_cuda(session_options(read_json(folder / GENAI))) and not genai.is_cuda_available()
-        ):  # its graph runs here all the same
+        if _lacks_cuda(folder):  # most graphs run here all the same
             LOGGER.warning("note: the folder is for CUDA, which is not here: it runs on the CPU")
             config.clear_providers()
         if threads is not None:
             config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
         model = genai.Model(config)
+        options = genai.GeneratorParams(model)
+        options.set_search_options(do_sample=False, repetition_penalty=1.0, max_length=len(ids) + most)
+        run = genai.Generator(model, options)
+        run.append_tokens(np.array([ids], np.int32))
+        for _ in range(most):
+            run.generate_next_token()
+            yield int(run.get_next_tokens()[0])
+            if run.is_done():
+                return
     except Exception as why:  # a config or graph that it does not take, or a provider that is not here
         remedy = "run it with --engine session, or where genai has what its config asks for"
         raise LnrewriteError(Code.LN520, f"folder {str(folder)!r}", f"genai refuses it: {words(why)}", remedy) from why
-    options = genai.GeneratorParams(model)
-    options.set_search_options(do_sample=False, repetition_penalty=1.0, max_length=len(ids) + most)
-    run = genai.Generator(model, options)
-    run.append_tokens(np.array([ids], np.int32))
-    for _ in range(most):
-        run.generate_next_token()
-        yield int(run.get_next_tokens()[0])
-        if run.is_done():
-            return
+
+
+def _lacks_cuda(folder: Path) -> bool:
+    """Return whether a folder's config asks genai for CUDA, and that is not here."""
+    import onnxruntime_genai as genai
+
+    return names_cuda(session_options(read_json(folder / GENAI))) and not genai.is_cuda_available()
 
 
 def _by_session(folder: Path, ids: list[int], most: int, threads: int | None) -> Iterator[int]:
