@@ -58,9 +58,11 @@ def generate(
     """Generate greedily from a prompt with the model of a folder, until it ends its text or made `most` tokens.
 
     engine: genai, session, or auto: genai where it is installed and the folder has its config, unless that asks for
-    CUDA and there is none, for some of CUDA's operators are taken apart in a session only. threads: of one operator; None leaves it to the engine. told: is given each piece of text when it is there. Raises LnrewriteError
+    CUDA and there is none, for only a session takes those of CUDA's operators apart that a CPU lacks. threads: of one
+    operator; None leaves it to the engine. told: is given each piece of text when it is there. Raises LnrewriteError
     LN013 for a folder without a model of that kind, LN017 where genai would load code for it, LN015 for a config that
-    cannot be read, LN018 for a package that lacks, UsageError LN003 for an unknown engine.
+    cannot be read, LN018 for a package that lacks, LN520 where genai refuses the folder, UsageError LN003 for an
+    unknown engine.
     """
     if engine not in ENGINES:
         unknown(Code.LN003, "engine", engine, ENGINES)
