@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..errors import LnrewriteError
+
 STAYS = 1e-5
 """By how much of a value's largest number it may differ and count as what it was."""
 ELSEWHERE: Final = -1
@@ -41,21 +43,25 @@ def hides(mask: str, batch: Mapping[str, Any], run: Run) -> dict[str, int | None
     A change at the first place moves other places where the mask shows it, and only its own where the mask hides it.
     `ELSEWHERE` where it then moves nothing, for the value is of another sequence; None where neither is seen.
     """
-    found: dict[str, int | None] = {}
     inputs = {n: v for n, v in batch.items() if isinstance(v, Tensor)}
     of = inputs[mask].shape
+    found: dict[str, int | None] = {n: None for n, v in run(batch).items() if v.shape[:2] == of}
     alike = [n for n, v in inputs.items() if n != mask and "mask" not in n and v.shape[:2] == of]
     changes = {n: changed for n in alike if not torch.equal(changed := _changed(inputs[n]), inputs[n])}
     for number in (0, 1):
         shows = torch.full_like(inputs[mask], 1 - number)
         hidden = shows.clone()
         hidden[:, 0] = number
-        before = [run({**batch, mask: how}) for how in (shows, hidden)]
-        found = found or {n: None for n, v in before[0].items() if v.shape[:2] == of}
-        for name, value in changes.items():
-            after = [run({**batch, mask: how, name: value}) for how in (shows, hidden)]
+        try:
+            before = [run({**batch, mask: how}) for how in (shows, hidden)]
+            after = [
+                [run({**batch, mask: how, name: value}) for how in (shows, hidden)] for name, value in changes.items()
+            ]
+        except (LnrewriteError, RuntimeError, ValueError, IndexError):  # a model may take no such mask
+            continue
+        for pair in after:
             for at in [n for n, told in found.items() if told in (None, ELSEWHERE)]:
-                shown, where = (_moved(x[at], y[at]) for x, y in zip(before, after, strict=True))
+                shown, where = (_moved(x[at], y[at]) for x, y in zip(before, pair, strict=True))
                 if shown[1:].any() and not where[1:].any():
                     found[at] = number if where[0] else ELSEWHERE
         if number in found.values():
@@ -91,10 +97,7 @@ class Shown:
         batch = next((b for b in batches if padded(b)), None)
         if batch is None:
             return cls()
-        try:
-            known = {mask: hides(mask, batch, run) for mask in padded(batch)}
-        except (RuntimeError, ValueError, IndexError):  # a model may take no such mask
-            return cls()
+        known = {mask: hides(mask, batch, run) for mask in padded(batch)}
         found: dict[frozenset[str], dict[str, int]] = {}
         for group in map(frozenset, groups or [{n} for n in sorted({n for told in known.values() for n in told})]):
             row = found[group] = dict[str, int]()

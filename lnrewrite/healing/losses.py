@@ -220,13 +220,14 @@ def _first(outputs: object) -> Tensor:
 
 
 def _hiding(example: Tensors, run: Callable[[Tensors], object]) -> dict[str, int]:
-    """Return the masks of the output's tokens, and the number by which each hides one: 0 where that cannot be told."""
-    inputs, found = inputs_of(example), dict[str, int]()
-    for name in masks(inputs):
-        told = hides(name, inputs, lambda batch: {"": _first(run(batch))}).get("", ELSEWHERE)
-        if told != ELSEWHERE:
-            found[name] = told or 0
-    return found
+    """Return the masks of the output's tokens, and the number by which each hides one.
+
+    Where that can be told of none, as of a mask that is for the loss alone, any of as many tokens, and 0.
+    """
+    inputs = inputs_of(example)
+    found = {n: hides(n, inputs, lambda batch: {"": _first(run(batch))}).get("", ELSEWHERE) for n in masks(inputs)}
+    seen = {n: number for n, number in found.items() if number in (0, 1)}
+    return seen or {n: 0 for n, number in found.items() if number is None}
 
 
 def _causal(limits: Mapping[str, int], example: Tensors, run: Callable[[Tensors], object]) -> str:

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
-from ..backends.hiding import Shown
+from ..backends.hiding import Shown, padded
 from ..backends.torch.capture import evaluating
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.fixed import other_path
@@ -138,15 +138,18 @@ class Reconstruction:
     @cached_property
     def shown(self) -> Shown:
         """Return which tokens of the original's states count."""
+        batches, module = [*self.fit, *self.held], self.original.module
+        if not any(map(padded, batches)):
+            return Shown()
         axes = {b.anchor.total: b.anchor.axis for s in self.original.network.streams for b in s.blocks}
         groups = [[b.anchor.total for b in s.blocks] for s in self.original.network.streams]
-        states = states_of(self.original.module, list(axes))
+        states = states_of(module, list(axes))
 
         def run(batch: Batch) -> dict[str, Tensor]:
-            found = states({}, flat_inputs(self.original.module, batch))
+            found = states({}, flat_inputs(module, batch))
             return {n: state.movedim(axes[n], -1) for n, state in zip(axes, found, strict=True)}
 
-        return Shown.tried([*self.fit, *self.held], run, groups)
+        return Shown.tried(batches, run, groups)
 
     def run(self) -> list[Fitted]:
         """Return what was done at each sum that a chosen block ends in."""
