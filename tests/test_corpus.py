@@ -174,7 +174,7 @@ def test_documents_do_not_see_each_other_where_a_model_takes_positions(llama: Pr
             expected = 0 if i and row[i - 1] == END else expected + bool(i)
             assert place == expected
     assert (ids == END).any()
-    objective = Objective("input_ids", (), False, end=END)
+    objective = Objective("input_ids", {}, False, end=END)
     targets = objective.targets(batch)
     assert torch.equal(targets == IGNORED, ids[:, :-1] == END)
     assert objective.count(batch) == int((ids[:, :-1] != END).sum())

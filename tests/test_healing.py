@@ -167,7 +167,7 @@ def test_the_local_phase_trains_what_the_conversion_changed(pair: Any, text: str
 def test_gains_and_biases_never_decay(pair: Any) -> None:
     side = Participant.of(pair[1], ALONE)
     names = frozenset(side.named)
-    where = ("global", 1, side, None, Objective("", (), True))
+    where = ("global", 1, side, None, Objective("", {}, True))
     phase = Phase(*where, Mix(task=1), HealingConfig(weight_decay=0.1), names, sizes={}, lr=1e-3)
     decayed = {id(p) for g in phase.optimizer().param_groups if g["weight_decay"] for p in g["params"]}
     named = side.named
@@ -455,11 +455,11 @@ def test_labels_that_fit_no_output_are_told() -> None:
 
 
 def test_ignored_targets_weigh_nothing() -> None:
-    objective = Objective("", (), True)
+    objective = Objective("", {}, True)
     batch = {"labels": torch.tensor([[1, -100], [-100, -100]])}
     scores = torch.zeros(2, 2, 4)
     assert objective.count(batch) == 1 and torch.allclose(objective.rows(scores, batch), torch.tensor([4.0]).log())
-    masked = Objective("ids", ("mask",), True)
+    masked = Objective("ids", {"mask": 0}, True)
     batch = {"ids": torch.tensor([[1, 2, 3]]), "mask": torch.tensor([[1, 1, 0]])}
     assert masked.count(batch) == 1
     teacher = torch.zeros(1, 3, 4)

@@ -39,7 +39,7 @@ class Given(BatchSource):
 
 
 def rehearsed(feed: BatchSource, share: float = 0.25, ids: str = "input_ids") -> Rehearsed:
-    return Rehearsed(feed, share, LIMITS, Objective(ids, ("attention_mask",), True), seed=3)
+    return Rehearsed(feed, share, LIMITS, Objective(ids, {"attention_mask": 0}, True), seed=3)
 
 
 def test_the_last_rows_hold_random_tokens_and_no_target() -> None:
@@ -97,7 +97,7 @@ def test_what_the_data_lack_is_kept(tmp_path: Path) -> None:
     teacher = lnr.capture(zoo.short_gpt(), kwargs=calibration[0])
     student = lnr.Pipeline.parse("place{to=peri fit=constants}").run(teacher, calibration).program
     others = torch.randint(128, 256, (16, 64), generator=torch.Generator().manual_seed(1))
-    objective = Objective("input_ids", (), True)
+    objective = Objective("input_ids", {}, True)
 
     def apart(rehearse: float) -> float:
         how = {"steps": 40, "batch_size": 8, "length": 64, "lr": 1e-3, "control": False, "rehearse": rehearse}

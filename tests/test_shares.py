@@ -85,7 +85,7 @@ def _goals(x: Tensor, y: Tensor) -> list[Any]:
     none = number() + 1 == processes() > 1
     held = [] if none else [(x, y)]
     ends, starts, before = ([pick(*pair) for pair in held] for pick in PICKS)
-    found = goals_of(Measure(-1, False, False), ends, starts, before, x)
+    found = goals_of([Measure(-1, False, False)] * len(ends), ends, starts, before, (Measure(-1, False, False), x))
     return [total(float(sum(g.residual(x).square().sum() for g in found)))]
 
 
