@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import lnrewrite as lnr
 from lnrewrite.backends.hiding import ELSEWHERE, hides
+from lnrewrite.comparison.verifying import distances
 from lnrewrite.healing.losses import Objective
 from tiers import rows
 from zoo import families
@@ -111,7 +113,7 @@ def test_which_number_hides(kind: str, number: int) -> None:
     program = lnr.capture(module, kwargs=batch)
     objective = Objective.of(program, batch)
     assert objective.masks == {name: number}
-    assert torch.equal(objective.counted(batch), ~hiding(0, False))
+    assert torch.equal(objective.counted(batch, batch[name]), ~hiding(0, False))
 
 
 def test_what_hides_nothing() -> None:
@@ -126,6 +128,22 @@ def test_what_hides_nothing() -> None:
 
     assert hides("attention_mask", batch, run) == {"embedding": None, "encoder": 0, "decoder": ELSEWHERE}
     assert set(hides("loss_mask", batch, run).values()) == {None}
+
+
+def test_arrays_are_data_too(tmp_path: Path) -> None:
+    """An ONNX file takes numpy arrays, whose masks hide as tensors' do."""
+    data = batches("bert", False, 0)
+    lnr.capture(model("bert"), kwargs=data[0]).export(file := tmp_path / "bert.onnx", target="cpu")
+    given = [{name: value.numpy() for name, value in batch.items()} for batch in data]
+    runs = [lnr.Pipeline.parse("place{to=pre fit=constants}").run(lnr.load(file), calibrate=d) for d in (given, data)]
+    assert runs[0].report.edits > 0 and runs[0].report.drift == runs[1].report.drift
+
+
+def test_an_output_that_is_given_twice() -> None:
+    """Logits under two names are measured once for each, and as logits once."""
+    one = torch.randn(2, 3, 5)
+    both, alone = distances({"logits": one, "again": one}, {"logits": one + 1, "again": one}), distances(one, one + 1)
+    assert both[6] == alone[6] == 6
 
 
 def test_rows_are_the_shown_ones() -> None:

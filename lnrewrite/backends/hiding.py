@@ -10,10 +10,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import LnrewriteError
+from ..pipeline.feed import padded
+from ..pipeline.protocols import Batch
 
 STAYS = 1e-5
 """By how much of a value's largest number it may differ and count as what it was."""
@@ -23,28 +26,19 @@ Run = Callable[[Any], Mapping[str, Tensor]]
 """Computes some values [rows, tokens, ...] of a model from a batch, by name."""
 
 
-def masks(batch: object) -> list[str]:
-    """Return which inputs of a batch are masks [rows, tokens], by their names, of zeros and ones."""
-    pairs = batch.items() if isinstance(batch, Mapping) else ()
-    found = {n: torch.as_tensor(v) for n, v in pairs if "mask" in n and getattr(v, "ndim", 0) == 2}
-    return [n for n, mask in found.items() if bool(((mask == 0) | (mask == 1)).all())]
-
-
-def padded(batch: object) -> list[str]:
-    """Return which masks of a batch tell tokens apart."""
-    found = {n: torch.as_tensor(batch[n]) for n in masks(batch)}  # type: ignore[index]
-    return [n for n, mask in found.items() if bool((mask != mask.flatten()[:1]).any())]
-
-
 @torch.no_grad()
 def hides(mask: str, batch: Mapping[str, Any], run: Run) -> dict[str, int | None]:
     """Return, for each value with as many rows and tokens, the number by which a mask hides a token of it: 0 or 1.
 
     A change at the first place moves other places where the mask shows it, and only its own where the mask hides it.
-    `ELSEWHERE` where it then moves nothing, for the value is of another sequence; None where neither is seen.
+    `ELSEWHERE` where it then moves nothing, for the value is of another sequence; None where neither is seen. A mask of
+    other numbers tells nothing.
     """
-    inputs = {n: v for n, v in batch.items() if isinstance(v, Tensor)}
+    held = {n: v for n, v in batch.items() if not isinstance(v, np.ndarray) or v.dtype.kind in "biuf"}
+    inputs = {n: torch.as_tensor(v) for n, v in held.items() if isinstance(v, (Tensor, np.ndarray))}
     of = inputs[mask].shape
+    if not bool(((inputs[mask] == 0) | (inputs[mask] == 1)).all()):
+        return {}
     found: dict[str, int | None] = {n: None for n, v in run(batch).items() if v.shape[:2] == of}
     alike = [n for n, v in inputs.items() if n != mask and "mask" not in n and v.shape[:2] == of]
     changes = {n: changed for n in alike if not torch.equal(changed := _changed(inputs[n]), inputs[n])}
@@ -89,12 +83,12 @@ class Shown:
     groups: Mapping[frozenset[str], Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def tried(cls, batches: Sequence[Any], run: Run, groups: Sequence[Collection[str]] = ()) -> Shown:
+    def tried(cls, batches: Sequence[Batch], run: Run, groups: Sequence[Collection[str]] = ()) -> Shown:
         """Try the masks that tell tokens apart, on the first batch with any.
 
         groups: values of one sequence each, of which some may be run; without them each value is told of alone.
         """
-        batch = next((b for b in batches if padded(b)), None)
+        batch = next((b for b in batches if isinstance(b, Mapping) and padded(b)), None)
         if batch is None:
             return cls()
         known = {mask: hides(mask, batch, run) for mask in padded(batch)}
@@ -109,11 +103,11 @@ class Shown:
 
     def rows(self, name: str, value: Tensor, batch: Any) -> Tensor | None:
         """Return which tokens of a value [rows, tokens, ...] count, bool[rows * tokens]; None where all do."""
-        counts = torch.ones(value.shape[:2], dtype=torch.bool, device=value.device)
-        for mask, number in next((row for group, row in self.groups.items() if name in group), {}).items():
-            here = torch.as_tensor(batch[mask]).to(value.device) != number
-            if here.shape == counts.shape:
-                counts &= here
+        found = next((row for group, row in self.groups.items() if name in group), {})
+        told = [torch.as_tensor(batch[mask]).to(value.device) != number for mask, number in found.items()]
+        if not (told := [counts for counts in told if counts.shape == value.shape[:2]]):
+            return None
+        counts = torch.stack(told).all(0)
         return None if counts.all() or not counts.any() else counts.flatten()
 
     def cut(self, name: str, value: Tensor, batch: Any) -> Tensor:

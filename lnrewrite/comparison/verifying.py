@@ -219,7 +219,7 @@ def distances(
             sums[:4] += torch.stack([((a - b) ** 2).sum(), (a * a).sum(), (a * b).sum(), (b * b).sum()]).cpu()
     at = [pair for pair, x in zip(pairs, both[0], strict=True) if x is named[0]]
     if named[1] is not None and at:
-        ((p, q),) = at
+        p, q = at[0]
         step = max(1, PIECE // max(1, p.shape[-1]))
         for a, b in zip(*(x.reshape(-1, x.shape[-1]).split(step) for x in (p, q)), strict=True):
             la, lb = a.double().log_softmax(-1), b.double().log_softmax(-1)

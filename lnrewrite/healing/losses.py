@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..algebra.fitting import Floats
-from ..backends.hiding import ELSEWHERE, hides, masks
+from ..backends.hiding import ELSEWHERE, hides
 from ..backends.inputs import Tensors
 from ..comparison.verifying import distances, drift_of, logits
 from ..compat.torch import tensors_in
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Kind
 from ..models.program import Program
+from ..pipeline.feed import masks
 from ..pipeline.results import Drift
 from .fused import IGNORED, apart, compared
 from .participant import Participant
@@ -172,16 +173,16 @@ class Objective:
                 raise LnrewriteError(Code.LN022, "labels", f"they hold {most} of {self.classes} classes", remedy)
             return found
         targets = batch[self.ids][:, 1:].long()
-        for name, hidden in self.masks.items():
-            targets = targets.masked_fill(batch[name][:, 1:] == hidden, IGNORED)
+        if (counted := self.counted(batch, batch[self.ids])) is not None:
+            targets = targets.masked_fill(~counted[:, 1:], IGNORED)
         return targets if self.end is None else targets.masked_fill(batch[self.ids][:, :-1] == self.end, IGNORED)
 
     def count(self, batch: Tensors) -> int:
         """Return how many targets, or tokens that count, a batch holds."""
         if self.has_task(batch):
             return int((self.targets(batch) != IGNORED).sum())
-        shape = batch[self.like or next(iter(batch))].shape[:2]
-        return int(counted.sum()) if (counted := self.counted(batch)) is not None else shape.numel()
+        like = batch[self.like or next(iter(batch))]
+        return int(counted.sum()) if (counted := self.counted(batch, like)) is not None else like.shape[:2].numel()
 
     def divergence(self, student: object, teacher: object, batch: Tensors) -> Tensor:
         """Return KL(teacher || student) of the logits or, without any, the relative squared error of the output."""
@@ -198,21 +199,20 @@ class Objective:
 
     def _mean(self, rows: Tensor, batch: Tensors) -> Tensor:
         """Return the mean over the tokens that count."""
-        counted = self.counted(batch)
-        if counted is None or counted.shape != rows.shape:
+        if (counted := self.counted(batch, rows)) is None:
             return rows.mean()
         weight = counted.to(rows.dtype)
         return (rows * weight).sum() / weight.sum().clamp(min=1)
 
-    def counted(self, batch: Tensors) -> Tensor | None:
-        """Return which tokens count, bool[rows, tokens]; None where all do."""
+    def counted(self, batch: Tensors, value: Tensor) -> Tensor | None:
+        """Return which tokens of a value [rows, tokens, ...] count, bool[rows, tokens]; None where all do."""
         counted = [batch[name] != hidden for name, hidden in self.masks.items()]
+        counted = [each for each in counted if each.shape == value.shape[:2]]
         return torch.stack(counted).all(0) if counted else None
 
-
-def _cut(counted: Tensor | None, _: str, value: Tensor) -> Tensor:
-    """Return the tokens of an output that count."""
-    return value if counted is None or value.shape[:2] != counted.shape else value[counted]
+    def cut(self, batch: Tensors, _: str, value: Tensor) -> Tensor:
+        """Return the tokens of an output that count."""
+        return value if (counted := self.counted(batch, value)) is None else value[counted]
 
 
 def _first(outputs: object) -> Tensor:
@@ -302,13 +302,13 @@ def losses_of(
             sums = torch.stack([other.double().square().sum(), torch.tensor(float(other.numel())).to(other)]) * counts
             square, number = world.sum(sums)
             errors = (mine - other).square().mean(-1) / (square / number)
-            mask = objective.counted(rows)
-            counted = torch.ones_like(errors, dtype=torch.bool) if mask is None or mask.shape != errors.shape else mask
+            mask = objective.counted(rows, errors)
+            counted = torch.ones_like(errors, dtype=torch.bool) if mask is None else mask
             found = errors[counted]
         if counts:
             values.append(found.double().cpu().numpy())
             windows.append(first + world.rank + world.size * counted.nonzero()[:, 0].cpu().numpy())
-            apart += distances(its, out, partial(_cut, objective.counted(rows))) if drifts else 0
+            apart += distances(its, out, partial(objective.cut, rows)) if drifts else 0
         first += min(map(len, batch.values()))
     every = world.gathered((values, windows))
     at = np.concatenate([each for _, held in every for each in held])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..errors import Code, LnrewriteError
 from .protocols import Batch, M, Model
@@ -94,7 +94,7 @@ class Feed:
                 f"no calibration data were given, so gains and drift rest on synthetic inputs{chosen} and may be far "
                 "from what real inputs give; give real ones with --calibrate DATA (calibrate=...)"
             )
-        if self.given is not None and "batches" in vars(self) and any(map(_hides, self.batches)):
+        if self.given is not None and "batches" in vars(self) and any(map(padded, self.batches)):
             notes.append(
                 "tokens that a mask hides count neither in the fit nor in the drift where it was seen that no others "
                 "depend on them, and as all others do where not"
@@ -117,8 +117,12 @@ class Feed:
         return tuple(notes)
 
 
-def _hides(batch: Batch) -> bool:
-    """Return whether a batch holds a mask [rows, tokens] that tells tokens apart."""
+def masks(batch: Batch) -> dict[str, Any]:
+    """Return the inputs of a batch that are masks [rows, tokens], by name and rank."""
     named = batch.items() if isinstance(batch, Mapping) else ()
-    masks = [v for name, v in named if "mask" in name and getattr(v, "ndim", 0) == 2]
-    return any(bool((mask == 0).any() and (mask != 0).any()) for mask in masks)
+    return {name: value for name, value in named if "mask" in name and getattr(value, "ndim", 0) == 2}
+
+
+def padded(batch: Batch) -> list[str]:
+    """Return which masks of a batch tell tokens apart."""
+    return [name for name, mask in masks(batch).items() if bool((mask == 0).any() and (mask != 0).any())]

@@ -11,12 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor, fx
 
-from ..backends.hiding import Shown, padded
+from ..backends.hiding import Shown
 from ..backends.torch.capture import evaluating
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.fixed import other_path
@@ -138,18 +138,16 @@ class Reconstruction:
     @cached_property
     def shown(self) -> Shown:
         """Return which tokens of the original's states count."""
-        batches, module = [*self.fit, *self.held], self.original.module
-        if not any(map(padded, batches)):
-            return Shown()
+        module = self.original.module
         axes = {b.anchor.total: b.anchor.axis for s in self.original.network.streams for b in s.blocks}
         groups = [[b.anchor.total for b in s.blocks] for s in self.original.network.streams]
-        states = states_of(module, list(axes))
+        states = cache(lambda: states_of(module, list(axes)))  # which copies a model in half precision
 
         def run(batch: Batch) -> dict[str, Tensor]:
-            found = states({}, flat_inputs(module, batch))
+            found = states()({}, flat_inputs(module, batch))
             return {n: state.movedim(axes[n], -1) for n, state in zip(axes, found, strict=True)}
 
-        return Shown.tried(batches, run, groups)
+        return Shown.tried([*self.fit, *self.held], run, groups)
 
     def run(self) -> list[Fitted]:
         """Return what was done at each sum that a chosen block ends in."""
