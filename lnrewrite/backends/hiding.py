@@ -76,6 +76,16 @@ def _moved(before: Tensor, after: Tensor) -> Tensor:
     return moved.flatten(2).any(-1).any(0) if moved.dim() > 2 else moved.any(0)
 
 
+def counted(hiding: Mapping[str, int], batch: Any, value: Tensor) -> Tensor | None:
+    """Return which tokens of a value [rows, tokens, ...] no mask hides: bool[rows, tokens]; None without such masks.
+
+    hiding: the number by which each mask hides a token.
+    """
+    told = [torch.as_tensor(batch[mask]).to(value.device) != number for mask, number in hiding.items()]
+    told = [each for each in told if each.shape == value.shape[:2]]
+    return torch.stack(told).all(0) if told else None
+
+
 @dataclass(frozen=True)
 class Shown:
     """Tell which tokens of some values count: `groups` hold the masks of values, and the number by which they hide."""
@@ -104,11 +114,8 @@ class Shown:
     def rows(self, name: str, value: Tensor, batch: Any) -> Tensor | None:
         """Return which tokens of a value [rows, tokens, ...] count, bool[rows * tokens]; None where all do."""
         found = next((row for group, row in self.groups.items() if name in group), {})
-        told = [torch.as_tensor(batch[mask]).to(value.device) != number for mask, number in found.items()]
-        if not (told := [counts for counts in told if counts.shape == value.shape[:2]]):
-            return None
-        counts = torch.stack(told).all(0)
-        return None if counts.all() or not counts.any() else counts.flatten()
+        counts = counted(found, batch, value)
+        return None if counts is None or counts.all() or not counts.any() else counts.flatten()
 
     def cut(self, name: str, value: Tensor, batch: Any) -> Tensor:
         """Return a value as it is or, where tokens of it are hidden, those that count: [counted, ...]."""

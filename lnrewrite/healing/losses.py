@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..algebra.fitting import Floats
-from ..backends.hiding import ELSEWHERE, hides
+from ..backends.hiding import ELSEWHERE, counted, hides
 from ..backends.inputs import Tensors
 from ..comparison.verifying import distances, drift_of, logits
 from ..compat.torch import tensors_in
@@ -173,8 +173,8 @@ class Objective:
                 raise LnrewriteError(Code.LN022, "labels", f"they hold {most} of {self.classes} classes", remedy)
             return found
         targets = batch[self.ids][:, 1:].long()
-        if (counted := self.counted(batch, batch[self.ids])) is not None:
-            targets = targets.masked_fill(~counted[:, 1:], IGNORED)
+        if (shown := counted(self.masks, batch, batch[self.ids])) is not None:
+            targets = targets.masked_fill(~shown[:, 1:], IGNORED)
         return targets if self.end is None else targets.masked_fill(batch[self.ids][:, :-1] == self.end, IGNORED)
 
     def count(self, batch: Tensors) -> int:
@@ -182,7 +182,7 @@ class Objective:
         if self.has_task(batch):
             return int((self.targets(batch) != IGNORED).sum())
         like = batch[self.like or next(iter(batch))]
-        return int(counted.sum()) if (counted := self.counted(batch, like)) is not None else like.shape[:2].numel()
+        return like.shape[:2].numel() if (shown := counted(self.masks, batch, like)) is None else int(shown.sum())
 
     def divergence(self, student: object, teacher: object, batch: Tensors) -> Tensor:
         """Return KL(teacher || student) of the logits or, without any, the relative squared error of the output."""
@@ -199,20 +199,14 @@ class Objective:
 
     def _mean(self, rows: Tensor, batch: Tensors) -> Tensor:
         """Return the mean over the tokens that count."""
-        if (counted := self.counted(batch, rows)) is None:
+        if (shown := counted(self.masks, batch, rows)) is None:
             return rows.mean()
-        weight = counted.to(rows.dtype)
+        weight = shown.to(rows.dtype)
         return (rows * weight).sum() / weight.sum().clamp(min=1)
-
-    def counted(self, batch: Tensors, value: Tensor) -> Tensor | None:
-        """Return which tokens of a value [rows, tokens, ...] count, bool[rows, tokens]; None where all do."""
-        counted = [batch[name] != hidden for name, hidden in self.masks.items()]
-        counted = [each for each in counted if each.shape == value.shape[:2]]
-        return torch.stack(counted).all(0) if counted else None
 
     def cut(self, batch: Tensors, _: str, value: Tensor) -> Tensor:
         """Return the tokens of an output that count."""
-        return value if (counted := self.counted(batch, value)) is None else value[counted]
+        return value if (shown := counted(self.masks, batch, value)) is None else value[shown]
 
 
 def _first(outputs: object) -> Tensor:
@@ -296,18 +290,18 @@ def losses_of(
         out = one.outputs(rows)
         its = teacher.outputs(rows) if drifts or not task else None
         if task:
-            found, counted = objective.rows(out, rows), objective.targets(rows) != IGNORED
+            found, count = objective.rows(out, rows), objective.targets(rows) != IGNORED
         else:
             mine, other = _first(out), _first(its)
             sums = torch.stack([other.double().square().sum(), torch.tensor(float(other.numel())).to(other)]) * counts
             square, number = world.sum(sums)
             errors = (mine - other).square().mean(-1) / (square / number)
-            mask = objective.counted(rows, errors)
-            counted = torch.ones_like(errors, dtype=torch.bool) if mask is None else mask
-            found = errors[counted]
+            mask = counted(objective.masks, rows, errors)
+            count = torch.ones_like(errors, dtype=torch.bool) if mask is None else mask
+            found = errors[count]
         if counts:
             values.append(found.double().cpu().numpy())
-            windows.append(first + world.rank + world.size * counted.nonzero()[:, 0].cpu().numpy())
+            windows.append(first + world.rank + world.size * count.nonzero()[:, 0].cpu().numpy())
             apart += distances(its, out, partial(objective.cut, rows)) if drifts else 0
         first += min(map(len, batch.values()))
     every = world.gathered((values, windows))
