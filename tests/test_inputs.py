@@ -369,6 +369,29 @@ def test_an_axis_of_one_size_fixes_no_other(tmp_path: Path) -> None:
     assert lnr.load(tmp_path / "net.onnx").dynamic_axes()["ids"].keys() == {0, 1}
 
 
+def test_too_many_shapes_by_remainders() -> None:
+    """A length that is padded to chunks, and the chunks looped over, is fixed where following it would take minutes."""
+
+    class Net(nn.Module):
+        def __init__(self, steps: int) -> None:
+            super().__init__()
+            self.steps, self.up = steps, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chunks = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4))
+            for _ in range(self.steps):
+                chunks = chunks + 0.1
+            return x + self.up(chunks)[:, : x.shape[1]]
+
+    x, longer = torch.randn(2, 6, 4), torch.randn(5, 7, 4)
+    nets = Net(2), Net(310)
+    short, long = (lnr.capture(net, (x,)) for net in nets)
+    assert short.dynamic_axes()["x"].keys() == {0, 1} and not short.notes
+    torch.testing.assert_close(short.module()(longer), nets[0](longer))
+    assert long.dynamic_axes()["x"].keys() == {0}
+    assert "too many to follow" in long.notes[0] and "the sequence length is fixed" in long.notes[0]
+
+
 class Complex(nn.Module):
     """A Pre-LN block of a net whose inputs, weights and outputs are complex, with real norms of both parts."""
 

@@ -32,7 +32,7 @@ from ...errors import Code, LnrewriteError, told
 from ...quiet import untraced
 from ...recipe.runtime import holder_of
 from .checked import check, same
-from .dynamic import Axes, Shapes, Trace, dynamic, placeholders, symbols
+from .dynamic import Axes, Shapes, Trace, dynamic, placeholders, symbols, untangled
 from .fixed import drop_settled, fixed_paths, mark, read_by
 from .guarded import guard
 from .module import Args, CapturedModule, Kwargs, brought, signature_of, unlift, written_by
@@ -340,17 +340,20 @@ def _any_way(
     """Capture a module as it is, else on the path that its data take, else by draft_export at fixed sizes."""
     names, frozen = _names(module), _frozen(module)
 
-    def trace(shapes: Shapes, export: Callable[..., ExportedProgram] = torch.export.export) -> CapturedModule:
+    def trace(
+        shapes: Shapes, most: int | None = None, export: Callable[..., ExportedProgram] = torch.export.export
+    ) -> CapturedModule:
         kept: dict[str, object] = {"strict": False, "preserve_module_call_signature": children}
         with closing_maps():
-            return unlift(export(module, args, kwargs, dynamic_shapes=shapes, **kept), names, frozen)
+            program = export(module, args, kwargs, dynamic_shapes=shapes, **kept)
+            return unlift(untangled(program, most), names, frozen)
 
-    def on_path(shapes: Shapes) -> CapturedModule:
+    def on_path(shapes: Shapes, most: int | None = None) -> CapturedModule:
         def replayed(module: nn.Module, *given: Any, **how: Any) -> ExportedProgram:
             with reads.replay():
                 return torch.export.export(module, *given, **how)
 
-        captured = trace(shapes, replayed)
+        captured = trace(shapes, most, replayed)
         drop_settled(captured)
         return captured
 
@@ -362,7 +365,7 @@ def _any_way(
                 return made(on_path)
         try:
             with untraced():
-                captured = trace(None, torch.export.draft_export)
+                captured = trace(None, None, torch.export.draft_export)
         except Exception:
             why = told(first)
             remedy = "see `lnrewrite explain LN023`; give inputs that take the path you mean"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 from ...compat.torch import pytree, sizes_of
 from ...errors import one_line, told
@@ -21,8 +21,13 @@ Axes = Mapping[int, object] | None
 """The dynamic axes of one tensor."""
 Shapes = Mapping[str, object] | Sequence[object] | None
 """Dynamic shapes as torch.export takes them."""
-Trace = Callable[[Shapes], CapturedModule]
-"""Capture a module with dynamic shapes as torch.export takes them; raises what torch.export raises."""
+Trace = Callable[..., CapturedModule]
+"""Capture a module with dynamic shapes as torch.export takes them; raises what torch.export raises, and TangledError
+where more shapes than its second argument says (None: any number) are computed by remainders."""
+
+
+class TangledError(Exception):
+    """Too many shapes of a program are computed by remainders of a dynamic size."""
 
 
 def placeholders(module: CapturedModule) -> list[torch.Tensor]:
@@ -51,12 +56,12 @@ def dynamic(module: nn.Module, args: Args, kwargs: Kwargs, notes: list[str], tra
     while specs:
         spec = specs.pop(0)
         try:
-            captured = trace((*spec[0], *spec[1].values()))
+            captured = trace((*spec[0], *spec[1].values()), None if spec is batch else TANGLED)
+        except TangledError as error:
+            why = str(error)
+            continue
         except Exception as error:  # torch.export may raise anything, and so may the module
             why = f"with other sizes {one_line(told(error)):.160}"
-            continue
-        if spec is not batch and (formulas := _tangled(captured)) > TANGLED:
-            why = f"{formulas} shapes depend on it by remainders, too many to follow"
             continue
         if holds(module, captured, args, kwargs):
             notes += [f"the sequence length is fixed: {why}"] if spec is batch else fixed
@@ -89,13 +94,19 @@ def _free(value: object, held: Iterator[torch.Tensor]) -> Axes:
     return {axis: Dim.AUTO for axis in _auto(value) or () if not str(sizes[axis]).isdigit()}
 
 
-def _tangled(captured: CapturedModule) -> int:
-    """Count the values whose shapes are computed by remainders of a dynamic size: padding to chunks in unrolled loops.
+def untangled(program: ExportedProgram, most: int | None) -> ExportedProgram:
+    """Return a program, unless more than `most` of its values have shapes computed by remainders of a dynamic size.
 
-    Each costs torch.export some 20 ms: two layers of a chunked linear attention take a minute.
+    That is padding to chunks in unrolled loops. Each costs some 20 ms whenever the program is traced again, as
+    decomposing it does: two layers of a chunked linear attention take a minute. Raises TangledError.
     """
-    values = [n.meta.get("val") for n in captured.graph.nodes]
-    return sum(any("Mod(" in str(d) for d in v.shape) for v in values if isinstance(v, torch.Tensor))
+    if most is None:
+        return program
+    values = [n.meta.get("val") for n in program.graph.nodes]
+    many = sum(any("Mod(" in str(d) for d in v.shape) for v in values if isinstance(v, torch.Tensor))
+    if many > most:
+        raise TangledError(f"{many} shapes depend on it by remainders, too many to follow")
+    return program
 
 
 def holds(module: nn.Module, captured: CapturedModule, args: Args, kwargs: Kwargs) -> bool:
