@@ -63,7 +63,7 @@ def obstacle(stream: Stream, block: Block, wanted: set[Where], moving: list[Bloc
         if block.scale == 0 or any(s.vector for b in group for s in b.scaled("skip")):
             why = "its skip is scaled by zero, or by one number per channel"
             return Refusal(Code.LN114, block.name, why, "choose pre, peri or output")
-        if added := next((b for b in group if b.added or b.barrier(Side.ADDED)), None):
+        if added := next((b for b in group if b.barrier(Side.ADDED) or any(w.shared for w in b.added)), None):
             why = f"the sum of {added.name} adds more than branches, which a trunk norm would scale"
             return Refusal(Code.LN114, block.name, why, "choose pre, peri, output or none")
     return None

@@ -124,7 +124,7 @@ class Conversion:
         """Return the edits of the branches of one sum, and take the trunk through it."""
         done: dict[str, tuple[list[Operation], list[float]]] = {}
         factor, more = _kept(group, samples)
-        skip = factor * self.trunk + more
+        skip = factor * self.trunk
         weight = 1 / np.maximum((size(samples[group[0].name].total) * self.ratio) ** 2, 1e-300)
         for block in group:
             operations: list[Operation] = []
@@ -143,6 +143,8 @@ class Conversion:
                 else:
                     operations.append(Affine(Where.POST, self.vector(after.scale), self.vector(after.shift)))
                     skip = factor * after.value
+            if block is group[0]:
+                skip = skip + self.add(block, more, weight, operations, fits)
             skip = skip + self.write(block, samples[block.name], weight, operations, fits)
             done[block.name] = operations, fits
         self.trunk = skip
@@ -240,6 +242,22 @@ class Conversion:
             self.rescale(block, found.scale, found.shift, operations)
         else:
             return goal
+        fits.append(found.error)
+        return found.value
+
+    def add(
+        self, block: Block, more: Floats | float, weight: Floats, operations: list[Operation], fits: list[float]
+    ) -> Floats | float:
+        """Keep what a sum adds beside its branches as it was, in the trunk's new size; return what it adds."""
+        barrier = block.barrier(Side.ADDED)
+        if not (self.resized and (block.added or barrier)):
+            return more
+        if barrier or not _free(block.added, False):
+            self.refuse(block, Code.LN114, "its sum adds more than branches, in weights that are not its own")
+            return more
+        added = np.broadcast_to(more, self.trunk.shape)
+        found = fit(added, added * self.ratio[:, None] / self.basis, weight * usual(added), False)
+        operations += [ScaleWriter(w, self.vectors.add(found.scale)) for w in block.added]
         fits.append(found.error)
         return found.value
 

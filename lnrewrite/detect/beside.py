@@ -75,11 +75,15 @@ def counted_behind(graph: OpGraph, linear: Linear, path: Container[str]) -> Line
     """Count the places that a linear's values reach behind `path`: a table may be added to several sums."""
     named = {n for n in (linear.param, linear.bias) if n}
     nodes = [n for n in graph.parameters if graph[n].attrs["param"] in named]
-    return replace(linear, uses=max(_reached(graph, n, path) for n in nodes))
+    return replace(linear, uses=max(len(_reached(graph, n, path)) for n in nodes))
 
 
-def _reached(graph: OpGraph, name: str, path: Container[str]) -> int:
-    return sum(_reached(graph, user, path) if user in path else 1 for user in graph.users[name])
+def _reached(graph: OpGraph, name: str, path: Container[str]) -> frozenset[tuple[str, str]]:
+    """Return who reads what behind `path`, each once however many ways lead there: slices are put together again."""
+    users = graph.users[name]
+    return frozenset[tuple[str, str]]().union(
+        *(_reached(graph, user, path) if user in path else {(name, user)} for user in users)
+    )
 
 
 def told_apart(blocks: list[Block]) -> list[Block]:

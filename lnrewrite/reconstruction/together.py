@@ -34,6 +34,8 @@ STEPS, TOKENS, EPOCHS = 256, 28, 4
 times the tokens make four times the steps."""
 MATRICES, VECTORS, LEAST = 0.012, 0.012, 0.1
 """A step of a matrix over its root mean square; of a vector likewise, but as if its own were `LEAST` at least."""
+SWAPPED = 0.1
+"""The share of tokens in whose places others of the batch stand while training."""
 WARMUP = 20
 """The steps in which the rate rises."""
 SAY = 32
@@ -164,23 +166,27 @@ def distance(measure: Measure, theirs: Tensor, mine: Tensor) -> Tensor:
 
 
 def varied(pair: Pair, step: int) -> Pair:
-    """Return a batch as it is or, every other time, its rows of tokens cut anew: one behind the other, from elsewhere.
+    """Return a batch with others of its tokens in some places and, every other time, its rows cut anew from elsewhere.
 
     Tokens meet other contexts and places so, and few of them go further. Only where whole numbers [rows, length] are
     the one input that varies within a row: what else told of a place would be wrong.
     """
     told = {id(v): v for values in pair[:2] for v in values if isinstance(v, Tensor) and v.dim() == 2}
     rows = [v for v in pair[0] if isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any())]
-    if step % 2 == 0 or len(rows) != 1 or id(rows[0]) not in told or rows[0].is_floating_point():
+    if len(rows) != 1 or id(rows[0]) not in told or rows[0].is_floating_point():
         return pair
-    turn = int(torch.randint(rows[0].numel(), (), generator=torch.Generator().manual_seed(step)))
+    tokens, draw = rows[0].flatten(), torch.Generator().manual_seed(step)
+    if step % 2:
+        tokens = tokens.roll(int(torch.randint(len(tokens), (), generator=draw)))
+    others = tokens[torch.randint(len(tokens), tokens.shape, generator=draw).to(tokens.device)]
+    swapped = torch.rand(len(tokens), generator=draw) < SWAPPED
+    new = torch.where(swapped.to(tokens.device), others, tokens).view(rows[0].shape)
 
-    def cut(value: object) -> object:
-        if isinstance(value, Tensor) and value.shape == rows[0].shape and torch.equal(value, rows[0]):
-            return value.flatten().roll(turn).view(value.shape)
-        return value
+    def put(value: object) -> object:
+        same = isinstance(value, Tensor) and value.shape == rows[0].shape and torch.equal(value, rows[0])
+        return new if same else value
 
-    return [cut(v) for v in pair[0]], [cut(v) for v in pair[1]], pair[2]
+    return [put(v) for v in pair[0]], [put(v) for v in pair[1]], pair[2]
 
 
 def group(value: Tensor) -> dict[str, object]:
