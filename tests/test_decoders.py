@@ -472,6 +472,14 @@ class Skipping(transformers.LlamaForCausalLM):
         return super().forward(input_ids, attention_mask=seen, past_key_values=past_key_values, **more)
 
 
+@pytest.mark.parametrize("name", rows(("llama", "gemma2", "gpt2"), sample=["gemma2"]))
+def test_the_kernel_hides_what_comes_later(tmp_path: Path, name: str) -> None:
+    """The bias is made of attention_mask alone: later tokens and those beyond a window are no numbers of the graph."""
+    held, path = decoder(zoo.build(name, 2, head=True)[0]), tmp_path / "model.onnx"
+    held.export(path, target="cpu", verify=False)
+    assert not {"Range", "LessOrEqual", "Less", "GatherND", "And"} & set(counts(path))
+
+
 class Chunked(transformers.LlamaForCausalLM):
     """A decoder that sees the tokens of its own piece of 32, as many at the end of one as a window shows."""
 

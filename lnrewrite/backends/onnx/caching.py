@@ -13,10 +13,10 @@ from ..torch.module import CapturedModule, register
 from .attention import sees, unhidden
 from .experts import mix_with
 from .heads import MASK, Attention, find, same
-from .kernel_calls import apart, attend, attend_heads, bias, flat, lengths, merged, turned
+from .kernel_calls import apart, attend, attend_heads, bias, flat, lengths, merged, padding, turned
 from .norms import UNBIASED
 from .rotation import Bench, Rotation
-from .rows import WINDOW, count_rows
+from .rows import count_rows
 
 aten = torch.ops.aten
 COS, SIN = "cos_cache", "sin_cache"
@@ -145,10 +145,9 @@ class _Writing:
             held = [None, None]
         assert found.past is not None
         numbers = (found.parts.scale, found.parts.cap, bool(turn and turn.interleaved))
-        rest = (*found.past, *self.lengths, *held, self.bias(found), *numbers, 0)
-        call = graph.call_function(attend, (q, k, v, *rest))
-        call.meta[WINDOW] = found.window
-        return call
+        hidden = self.bias(found) if found.window is None else self.padding(found)
+        rest = (*found.past, *self.lengths, *held, hidden, *numbers, found.window or 0)
+        return graph.call_function(attend, (q, k, v, *rest))
 
     def headed(self, found: Attention) -> fx.Node:
         """Call the kernel that takes keys and values of all heads: as they are made, or turned already."""
@@ -205,6 +204,13 @@ class _Writing:
         if mask not in self.biases:
             self.biases[mask] = self.graph.call_function(bias, (mask, found.parts.q))
         return self.biases[mask]
+
+    def padding(self, found: Attention) -> fx.Node:
+        """Return a bias that hides padding, one for all layers: the kernel does the rest."""
+        assert self.mask is not None
+        if self.mask not in self.biases:
+            self.biases[self.mask] = self.graph.call_function(padding, (self.mask, found.parts.q))
+        return self.biases[self.mask]
 
     def seeing(self, found: Attention) -> fx.Node | None:
         """Return which rows see anything, one for all layers that have a mask; None where that is not asked."""

@@ -11,6 +11,8 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 from onnxscript.optimizer import fold_constants
+from onnxscript.rewriter import RewriteRuleSet
+from onnxscript.rewriter.rules.common import squeeze_reshape_1d_rule, unsqueeze_unsqueeze_rule
 from torch import fx
 
 from ...compat.torch import TreeSpec, input_tree, output_tree, pytree
@@ -33,6 +35,12 @@ AXES = ("batch", "sequence")
 OTHER_OPSET = "see `lnrewrite explain LN501`; try another --opset"
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
+SHAPING = RewriteRuleSet([squeeze_reshape_1d_rule, unsqueeze_unsqueeze_rule])
+"""What torch's sizes and indices become in two steps, in one."""
+TIDYING = (
+    common.IdentityEliminationPass(), common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass(),
+    common.OutputFixPass(),
+)  # fmt: skip
 COPIES = {aten.reshape.default, aten.clone.default}
 
 
@@ -263,6 +271,7 @@ def _clean(model: ir.Model, module: CapturedModule) -> None:
         return False if any(v is not None and v.name in parameters for v in node.inputs) else None
 
     fold_constants(model, onnx_shape_inference=True, should_fold=should_fold)
+    SHAPING.apply_to_model(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     shared: dict[object, ir.Value] = {}
     for value in model.graph.initializers.values():
@@ -270,7 +279,7 @@ def _clean(model: ir.Model, module: CapturedModule) -> None:
         if tensor is not None and tensor.size <= 16 and value.name not in kept and not value.is_graph_output():
             first = shared.setdefault((tensor.dtype, tensor.shape.numpy(), tensor.tobytes()), value)
             value.replace_all_uses_with(first)
-    for tidy in (common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass(), common.OutputFixPass()):
+    for tidy in TIDYING:
         tidy(model)
     values = [v for node in model.graph for v in node.outputs]
     for held in (model, model.graph, *model.graph, *values, *model.graph.inputs, *model.graph.initializers.values()):

@@ -9,7 +9,8 @@
       -> y = MultiHeadAttention(q, k, v, mask)
 
 The first, where its contract is kept. Every row's keys are as long as the cache and the new tokens together, padding
-too: the mask, as a bias, hides what a row does not see. With a bias CUDA's kernel computes all scores first, and keeps
+too: the mask, as a bias, hides what a row does not see, padding alone where it shows all else that the kernel does.
+With a bias CUDA's kernel computes all scores first, and keeps
 them: there, masks that hide no more than later tokens, padding and what lies beyond a window are told by numbers, how
 many keys each row has, and how wide the window is; see `rows.py`. Positions are counted by the kernel, from a row's
 length on: a row that is padded on the left is rotated further than the model does, keys and queries alike, which their

@@ -22,6 +22,14 @@ def lengths(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return last, torch.full((), total, dtype=torch.int32, device=ids.device)
 
 
+def padding(mask: Tensor, q: Tensor) -> Tensor:
+    """Return what is added to the scores of q [batch, heads, new, size] to hide what mask [batch, keys] does: padding.
+
+    The kernel itself hides what comes later, and what lies beyond a window.
+    """
+    return bias(mask.bool().unsqueeze(1).unsqueeze(2), q)
+
+
 def bias(mask: Tensor, q: Tensor) -> Tensor:
     """Return what is added to the scores of q [batch, heads, new, size] in the place of a mask."""
     least = torch.full((), LEAST, dtype=q.dtype, device=q.device)

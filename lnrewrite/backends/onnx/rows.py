@@ -17,13 +17,11 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import operator_name
-from .kernel_calls import attend, lengths
+from .kernel_calls import attend, lengths, padding
 
 aten = torch.ops.aten
-WINDOW = "window"
-"""Under this, the meta of a call of `attend` holds what `heads.Attention.window` is."""
-BIAS, WIDTH = 9, 13
-"""Where a call of `attend` has its bias, and the width of its window."""
+BIAS = 9
+"""Where a call of `attend` has its bias."""
 HEADS = {"linear", "mm", "matmul", "add", "sub", "mul", "div", "tanh", "clone", "slice", "to", "_to_copy"}
 """What may stand between a decoder's last state and its logits."""
 COUNTING = ("arange", "cumsum")
@@ -33,7 +31,7 @@ COUNTING = ("arange", "cumsum")
 def count_rows(graph: fx.Graph, ids: fx.Node, mask: fx.Node, positions: fx.Node | None) -> None:
     """Drop the biases of a decoder's attentions, in place, if all of them can be told by numbers."""
     calls = graph.find_nodes(op="call_function", target=attend)
-    if not calls or any(call.meta.get(WINDOW) is None for call in calls):
+    if not calls or any(call.args[BIAS].target is not padding for call in calls):
         return
     read, counted = _read(graph), graph.find_nodes(op="call_function", target=lengths)
     asked = [user for user in mask.users if user in read and user.target is not aten.sym_size.int]
@@ -41,7 +39,6 @@ def count_rows(graph: fx.Graph, ids: fx.Node, mask: fx.Node, positions: fx.Node 
         return
     for call in calls:
         call.update_arg(BIAS, None)
-        call.update_arg(WIDTH, call.meta[WINDOW])
     for node in counted:
         node.target = own_lengths
     _move(graph, ids, mask, positions)
