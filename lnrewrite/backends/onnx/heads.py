@@ -10,13 +10,12 @@
 
 The first, where its contract is kept. Every row's keys are as long as the cache and the new tokens together, padding
 too: the mask, as a bias, hides what a row does not see, padding alone where it shows all else that the kernel does.
-With a bias CUDA's kernel computes all scores first, and keeps
-them: there, masks that hide no more than later tokens, padding and what lies beyond a window are told by numbers, how
-many keys each row has, and how wide the window is; see `rows.py`. Positions are counted by the kernel, from a row's
-length on: a row that is padded on the left is rotated further than the model does, keys and queries alike, which their
-products do not see. Several new tokens after a past need a batch of one; the size of a head is a multiple of 8, of 16
-with rotary inside, else RotaryEmbedding stands before it. The second keeps no cache that heads share: what repeats keys
-and values stays before it, as does RotaryEmbedding.
+With a bias CUDA's kernel computes all scores first, and keeps them: there, masks that hide no more than later tokens,
+padding and what lies beyond a window are told by numbers, how many keys each row has, and how wide the window is; see
+`rows.py`. Positions are counted by the kernel, from a row's length on: a row that is padded on the left is rotated
+further than the model does, keys and queries alike, which their products do not see. Several new tokens after a past
+need a batch of one; the size of a head is a multiple of 8, of 16 with rotary inside, else RotaryEmbedding stands before
+it. The second keeps no cache that heads share: what repeats keys and values stays before it, as does RotaryEmbedding.
 Rows that see nothing, which are padding, get means where torch gives zeros: nothing reads them.
 """
 
