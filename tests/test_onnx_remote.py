@@ -61,6 +61,14 @@ def test_sizes_and_types_come_through(module: OnnxModule) -> None:
         right(module, count)
 
 
+def test_memory_between_operators_is_there() -> None:
+    """A model of few weights and inputs may need more than a gigabyte: chunked attention, or that of many tokens."""
+    text = """<ir_version: 9, opset_import: ["" : 18]> g (float[n,1] x) => (float e)
+    { t = Transpose <perm = [1, 0]> (x) p = Mul (x, t) e = ReduceMax <keepdims = 0> (p) }"""
+    found = OnnxModule(ir.from_onnx_text(text))(x=torch.full((18_000, 1), 2.0))
+    assert found["e"] == 4
+
+
 def test_a_process_that_dies_is_told_and_the_next_call_starts_another(module: OnnxModule) -> None:
     right(module)
     other = OnnxModule(module.model)

@@ -23,7 +23,7 @@ LEVELS = ("ORT_ENABLE_ALL", "ORT_ENABLE_EXTENDED")
 AS_IT_IS = ("ORT_DISABLE_ALL",)
 """Of a session that is to say what a model computes: a fused norm takes 1e-5 for an eps that is stored in float64."""
 SPARE, PER_BYTE, PER_INPUT = 1 << 30, 16, 256
-"""Bytes that a model may take: so many, and more for each byte of its weights and of its inputs."""
+"""Bytes that a model may take: half of what is free, or so many, and more for each byte of its weights and inputs."""
 
 
 def send(to: BinaryIO, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -72,15 +72,21 @@ def outputs(session: Any, feed: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def bounded(more: int) -> None:
-    """Make this process take so many more bytes of memory from now on, where the system counts them (Linux)."""
+    """Make this process take half of the free memory, or so many more bytes, where the system counts them (Linux)."""
     with suppress(ImportError, OSError, StopIteration, ValueError):
         import resource
 
-        with open("/proc/self/status") as file:
-            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
+        used, free = counted("/proc/self/status", "VmData:"), counted("/proc/meminfo", "MemAvailable:")
+        more = max(more, free // 2)
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         wanted = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+def counted(path: str, name: str) -> int:
+    """Return the bytes that a line of the system's tells. Raises StopIteration where there is none."""
+    with open(path) as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
 
 
 Held = dict[int, tuple[Any, int]]
