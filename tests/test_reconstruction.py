@@ -21,6 +21,7 @@ from lnrewrite.ir import Kind, Linear
 from lnrewrite.models.program import Program
 from lnrewrite.pipeline.results import Drift
 from lnrewrite.pipeline.step import no_better
+from lnrewrite.reconstruction import together
 from lnrewrite.reconstruction.fitting import Fitting
 from tiers import rows
 from zoo.norms import randomise
@@ -200,6 +201,50 @@ def test_rows_that_cannot_be_cut_anew_are_taken_as_they_are() -> None:
     program = lnr.capture(randomise(Columns()).eval(), kwargs=batches[0])
     (row,) = (row for row in placed(program, "peri", batches).report.fitted if not row.blocks)
     assert row.after < row.before
+
+
+class Worded(Columns):
+    """Look rows of tokens up in one table."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tables[0](ids)
+        for norm, branch in zip(self.norms, self.branches, strict=False):
+            x = x + branch(norm(x))
+        return self.norms[-1](x)
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_other_tokens_are_of_the_table_that_is_looked_up(
+    form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    batches = [{"ids": torch.randint(0, 25, (2, 8))} for _ in range(2)]
+    made = lnr.capture(randomise(Worded()).eval(), kwargs=batches[0])
+    program: Any = as_onnx(made, tmp_path) if form == "onnx" else made
+    asked: list[list[int]] = []
+
+    def watched(pair: together.Pair, step: int, tables: list[int]) -> together.Pair:
+        asked.append(tables)
+        return pair
+
+    monkeypatch.setattr(together, "varied", watched)
+    placed(program, "none", batches)
+    assert asked[0] == [50]
+
+
+@pytest.mark.parametrize("rows", [0, 50])
+def test_other_tokens_are_ones_that_the_model_knows(rows: int) -> None:
+    held = torch.randint(0, 25, (32, 64), generator=torch.Generator().manual_seed(0))
+    seen = torch.cat([together.varied(([held], [held], {}), step, [rows])[0][0] for step in range(0, 16, 2)])
+    assert int(seen.min()) >= 0 and int(seen.max()) == (rows or 25) - 1
+    changed = (seen != held.repeat(8, 1)).float().mean()
+    assert 0.08 < float(changed) < 0.12  # a few of those drawn are what stood there
+
+
+def test_errors_of_a_few_tokens_rule_over_no_others() -> None:
+    errors = torch.cat([torch.full((100,), 0.01), torch.tensor([50.0])]).requires_grad_()
+    (slopes,) = torch.autograd.grad(together.tamed(errors), errors)
+    assert float(slopes[-1]) < 0.01 * float(slopes[0])
+    assert float(together.tamed(torch.zeros(3))) == 0
 
 
 def test_where_data_are_made_up_nothing_is_fitted_to_them() -> None:

@@ -263,7 +263,7 @@ class Program(GraphModel[torch.Tensor]):
         """Return the model with some blocks' branches fitted to what `original` does on data; this one is used up."""
         from ..reconstruction.reconstruct import Side, fitted
 
-        sides = [Side(p.module(), p.network) for p in (original, self)]
+        sides = [Side(p.module(), p.network, p.id_limits()) for p in (original, self)]
         held = [b for b in held if not (original.fixed_paths and original._elsewhere(b))]
         rows, notes = fitted(sides[0], sides[1], blocks, fit, held)
         return type(self)(self._capture, format=self.format, tokenizer=self.tokenizer), rows, notes

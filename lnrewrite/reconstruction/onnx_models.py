@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends.onnx.double import widened
+from ..backends.onnx.inputs import id_limits
 from ..backends.onnx.mirror import Mirror, mirror
 from ..backends.onnx.session import OnnxModule, runnable
 from ..backends.torch.walk import Walk
@@ -44,7 +45,10 @@ def fitted_onnx(
     mirrors = [side.mirror() for side in both]
     known = [_known(side.network, found) for side, found in zip(both, mirrors, strict=True)]
     counts = [min(pair) for pair in zip(*known, strict=False)]
-    sides = [Side(m.module, _renamed(s.network, m, counts)) for s, m in zip(both, mirrors, strict=True)]
+    sides = [
+        Side(m.module, _renamed(s.network, m, counts), {m.names[n]: rows for n, rows in id_limits(s.model).items()})
+        for s, m in zip(both, mirrors, strict=True)
+    ]
     reached = {b.name for b in sides[1].network.blocks}
     missing = dict.fromkeys(n for m in mirrors for n in m.missing)
     notes: tuple[str, ...] = ()

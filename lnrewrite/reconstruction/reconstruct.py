@@ -42,10 +42,14 @@ DONE = 1e-8
 
 @dataclass(frozen=True)
 class Side:
-    """Hold one of the two models: its module, and the sums of each stream in order."""
+    """Hold one of the two models: its module, and the sums of each stream in order.
+
+    tables: how many rows the table of an input has that looks rows up, by its placeholder.
+    """
 
     module: CapturedModule
     network: Network
+    tables: Mapping[str, int]
 
     @cached_property
     def sums(self) -> dict[tuple[int, int], list[Block]]:
@@ -215,7 +219,7 @@ class Reconstruction:
         modules = self.original.module, self.made.module
         try:
             tokens = self.tokens * total(len(fit)) // total(len(self.fit))
-            found = Together(*modules, ends, names, fit, self.held, tokens, self.shown).run()
+            found = Together(*modules, ends, names, fit, self.held, tokens, self.shown, self.original.tables).run()
         except (RuntimeError, NotImplementedError) as fault:
             alone(fault)
             why = f"training them together failed: {str(fault).partition(chr(10))[0]}"

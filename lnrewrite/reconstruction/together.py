@@ -34,8 +34,10 @@ STEPS, TOKENS, EPOCHS = 256, 28, 4
 times the tokens make four times the steps."""
 MATRICES, VECTORS, LEAST = 0.012, 0.012, 0.1
 """A step of a matrix over its root mean square; of a vector likewise, but as if its own were `LEAST` at least."""
-SWAPPED = 0.1
-"""The share of tokens in whose places others of the batch stand while training."""
+SWAPPED, DRAWN = 0.1, 0.005
+"""The shares of tokens in whose place another stands while training: one of the batch, or any that the model knows."""
+FAR = 4
+"""So many times the median of tokens' errors is far off: beyond, an error counts as its logarithm while training."""
 WARMUP = 20
 """The steps in which the rate rises."""
 SAY = 32
@@ -64,7 +66,7 @@ class Together:
 
     A step learns from one batch of each process, so that many make fewer steps where the data are gone through in them.
     ends: the sums' nodes in both models, and how their states are compared. tokens: how many there are to fit on.
-    shown: which tokens of the original's states count.
+    shown: which tokens of the original's states count. tables: how many rows the table of an input of the original has.
     """
 
     original: CapturedModule
@@ -75,6 +77,7 @@ class Together:
     held: Sequence[Batch]
     tokens: int
     shown: Shown
+    tables: Mapping[str, int]
 
     def run(self) -> Trained:
         """Return what the training gave, or no values where it did not help. The models stay as they are."""
@@ -107,30 +110,34 @@ class Together:
 
     def _taught(self, parameters: Mapping[str, Tensor], batch: Pair, step: int) -> Tensor:
         """Return the error on a batch, varied unless that is no input: each place may have its own table."""
-        if (other := varied(batch, step)) is not batch:
+        if (other := varied(batch, step, self._rows)) is not batch:
             try:
-                return self._error(parameters, other)
+                return self._error(parameters, other, tamed)
             except (RuntimeError, IndexError):
                 pass
-        return self._error(parameters, batch)
+        return self._error(parameters, batch, tamed)
 
-    def _error(self, parameters: Mapping[str, Tensor], batch: Pair) -> Tensor:
-        """Return how far the states are from the original's on one batch, the mean over sums."""
+    def _error(self, parameters: Mapping[str, Tensor], batch: Pair, over: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return how far the states are from the original's on one batch, `over` tokens, the mean over sums."""
         with torch.no_grad():
             theirs = self._runs[0]({}, batch[0])
         rows = zip(self.ends, theirs, self._runs[1](parameters, batch[1]), strict=True)
         here = [(m.on(self.shown, name, one, batch[2]), one, other) for (name, _, m), one, other in rows]
-        return torch.stack([distance(measure, one, other) for measure, one, other in here]).mean()
+        return torch.stack([over(distance(measure, one, other)) for measure, one, other in here]).mean()
 
     @torch.no_grad()
     def _mean(self, parameters: Mapping[str, Tensor], batches: Sequence[Pair]) -> float:
-        errors = [float(self._error(parameters, b)) for b in batches]
+        errors = [float(self._error(parameters, b, torch.mean)) for b in batches]
         return total(float(sum(errors))) / total(len(errors))
 
     @cached_property
     def _runs(self) -> tuple[States, States]:
         theirs, mine, _ = zip(*self.ends, strict=True)
         return states_of(self.original, theirs), states_of(self.made, mine)
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        return [self.tables.get(node.name, 0) for node in self.original.graph.find_nodes(op="placeholder")]
 
     def _pair(self, batch: Batch) -> Pair:
         return flat_inputs(self.original, batch), flat_inputs(self.made, batch), batch
@@ -159,31 +166,43 @@ def states_of(module: CapturedModule, ends: Sequence[str]) -> States:
 
 
 def distance(measure: Measure, theirs: Tensor, mine: Tensor) -> Tensor:
-    """Return how far states [..., width on the measure's axis] are apart: squared, relative, the mean over tokens."""
+    """Return how far states [..., width on the measure's axis] are apart, token by token: squared, relative."""
     wanted, found = measure(theirs), measure(mine)
     sizes = wanted.square().mean(-1).clamp_min(torch.finfo(wanted.dtype).tiny)
-    return ((found - wanted).square().mean(-1) / sizes).mean()
+    return (found - wanted).square().mean(-1) / sizes
 
 
-def varied(pair: Pair, step: int) -> Pair:
-    """Return a batch with others of its tokens in some places and, every other time, its rows cut anew from elsewhere.
+def tamed(errors: Tensor) -> Tensor:
+    """Return the mean over tokens, where those far off count little more for being further: a token that the model was
+    hardly trained on may be off as far as it likes, and would rule over all others."""
+    far = FAR * errors.detach().median().clamp_min(torch.finfo(errors.dtype).tiny)
+    return (far * torch.log1p(errors / far)).mean()
 
-    Tokens meet other contexts and places so, and few of them go further. Only where whole numbers [rows, length] are
-    the one input that varies within a row: what else told of a place would be wrong.
+
+def varied(pair: Pair, step: int, tables: Sequence[int]) -> Pair:
+    """Return a batch with other tokens in some places and, every other time, its rows cut anew from elsewhere.
+
+    Tokens meet other contexts and places so, and few of them go further; those that the batch has none of are met at
+    all. Only where whole numbers [rows, length] are the one input that varies within a row: what else told of a place
+    would be wrong. tables: how many rows the table of each of the original's inputs has, 0 where it has none.
     """
     told = {id(v): v for values in pair[:2] for v in values if isinstance(v, Tensor) and v.dim() == 2}
-    rows = [v for v in pair[0] if isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any())]
-    if len(rows) != 1 or id(rows[0]) not in told or rows[0].is_floating_point():
+    found = [(i, v) for i, v in enumerate(pair[0]) if isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any())]
+    if len(found) != 1 or id(found[0][1]) not in told or found[0][1].is_floating_point():
         return pair
-    tokens, draw = rows[0].flatten(), torch.Generator().manual_seed(step)
+    (at, rows), draw = found[0], torch.Generator().manual_seed(step)
+    tokens = rows.flatten().cpu()
     if step % 2:
         tokens = tokens.roll(int(torch.randint(len(tokens), (), generator=draw)))
-    others = tokens[torch.randint(len(tokens), tokens.shape, generator=draw).to(tokens.device)]
-    swapped = torch.rand(len(tokens), generator=draw) < SWAPPED
-    new = torch.where(swapped.to(tokens.device), others, tokens).view(rows[0].shape)
+    others = tokens[torch.randint(len(tokens), tokens.shape, generator=draw)]
+    choice = torch.rand(len(tokens), generator=draw)
+    new = torch.where(choice < SWAPPED, others, tokens)
+    if tables[at]:
+        new = torch.where(choice > 1 - DRAWN, torch.randint(tables[at], tokens.shape, generator=draw).to(new), new)
+    new = new.view(rows.shape).to(rows.device)
 
     def put(value: object) -> object:
-        same = isinstance(value, Tensor) and value.shape == rows[0].shape and torch.equal(value, rows[0])
+        same = isinstance(value, Tensor) and value.shape == rows.shape and torch.equal(value, rows)
         return new if same else value
 
     return [put(v) for v in pair[0]], [put(v) for v in pair[1]], pair[2]
