@@ -228,7 +228,9 @@ def test_other_tokens_are_of_the_table_that_is_looked_up(
 
     monkeypatch.setattr(together, "varied", watched)
     placed(program, "none", batches)
-    assert asked[0] == [50]
+    monkeypatch.setattr(together, "ENOUGH", 0)
+    placed(program, "none", batches)
+    assert asked[0] == [0] and asked[-1] == [50]
 
 
 @pytest.mark.parametrize("rows", [0, 50])

@@ -36,6 +36,8 @@ MATRICES, VECTORS, LEAST = 0.012, 0.012, 0.1
 """A step of a matrix over its root mean square; of a vector likewise, but as if its own were `LEAST` at least."""
 SWAPPED, DRAWN = 0.1, 0.005
 """The shares of tokens in whose place another stands while training: one of the batch, or any that the model knows."""
+ENOUGH = 100
+"""In fewer steps than these, tokens of the whole table are not learned, and only in the way."""
 FAR = 4
 """So many times the median of tokens' errors is far off: beyond, an error counts as its logarithm while training."""
 WARMUP = 20
@@ -90,9 +92,9 @@ class Together:
         optimizer = torch.optim.AdamW([group(v) for v in leaves.values()], betas=(0.9, 0.95), weight_decay=0.0)
         many = self.tokens // TOKENS
         steps = max(min(many, round(STEPS * (many / STEPS) ** (2 / 3))), EPOCHS * max(everyone(len(fit))))
-        started = time.perf_counter()
+        started, tables = time.perf_counter(), self._rows(steps)
         for step in range(steps):
-            loss = self._taught(leaves, fit[order(step, len(fit))], step)
+            loss = self._taught(leaves, fit[order(step, len(fit))], step, tables)
             if not math.isfinite(total(loss.item())):
                 continue
             slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -108,9 +110,9 @@ class Together:
         after = self._mean(found, held)
         return Trained(found, before, after) if after < before else Trained({}, before, before)
 
-    def _taught(self, parameters: Mapping[str, Tensor], batch: Pair, step: int) -> Tensor:
+    def _taught(self, parameters: Mapping[str, Tensor], batch: Pair, step: int, tables: Sequence[int]) -> Tensor:
         """Return the error on a batch, varied unless that is no input: each place may have its own table."""
-        if (other := varied(batch, step, self._rows)) is not batch:
+        if (other := varied(batch, step, tables)) is not batch:
             try:
                 return self._error(parameters, other, tamed)
             except (RuntimeError, IndexError):
@@ -135,9 +137,9 @@ class Together:
         theirs, mine, _ = zip(*self.ends, strict=True)
         return states_of(self.original, theirs), states_of(self.made, mine)
 
-    @cached_property
-    def _rows(self) -> list[int]:
-        return [self.tables.get(node.name, 0) for node in self.original.graph.find_nodes(op="placeholder")]
+    def _rows(self, steps: int) -> list[int]:
+        inputs = self.original.graph.find_nodes(op="placeholder")
+        return [self.tables.get(node.name, 0) if steps >= ENOUGH else 0 for node in inputs]
 
     def _pair(self, batch: Batch) -> Pair:
         return flat_inputs(self.original, batch), flat_inputs(self.made, batch), batch
