@@ -275,7 +275,7 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         """Return the model with some blocks' branches fitted to what `original` does on data; this one is used up."""
         from ..reconstruction.onnx_models import OnnxSide, fitted_onnx
 
-        sides = [OnnxSide(p.model, p.network) for p in (original, self)]
+        sides = [OnnxSide(p.model, p.network, p.id_limits()) for p in (original, self)]
         given = [[original.tensors(b) for b in half] for half in (fit, held)]
         rows, notes, values = fitted_onnx(sides[0], sides[1], blocks, *given)
         for name, value in values.items():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..backends.onnx.double import widened
-from ..backends.onnx.inputs import id_limits
 from ..backends.onnx.mirror import Mirror, mirror
 from ..backends.onnx.session import OnnxModule, runnable
 from ..backends.torch.walk import Walk
@@ -26,10 +25,11 @@ Named = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class OnnxSide:
-    """Hold one of the two models and its picture."""
+    """Hold one of the two models and its picture; tables: as `Side.tables`, by the names of inputs."""
 
     model: ir.Model
     network: Network
+    tables: Mapping[str, int]
 
     def mirror(self) -> Mirror:
         """Return the model as torch runs it, up to its last sum."""
@@ -46,7 +46,7 @@ def fitted_onnx(
     known = [_known(side.network, found) for side, found in zip(both, mirrors, strict=True)]
     counts = [min(pair) for pair in zip(*known, strict=False)]
     sides = [
-        Side(m.module, _renamed(s.network, m, counts), {m.names[n]: rows for n, rows in id_limits(s.model).items()})
+        Side(m.module, _renamed(s.network, m, counts), {m.names[n]: rows for n, rows in s.tables.items()})
         for s, m in zip(both, mirrors, strict=True)
     ]
     reached = {b.name for b in sides[1].network.blocks}

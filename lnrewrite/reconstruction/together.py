@@ -175,8 +175,10 @@ def distance(measure: Measure, theirs: Tensor, mine: Tensor) -> Tensor:
 
 
 def tamed(errors: Tensor) -> Tensor:
-    """Return the mean over tokens, where those far off count little more for being further: a token that the model was
-    hardly trained on may be off as far as it likes, and would rule over all others."""
+    """Return the mean over tokens, where those far off count little more for being further.
+
+    A token that the model was hardly trained on may be off as far as it likes, and would rule over all others.
+    """
     far = FAR * errors.detach().median().clamp_min(torch.finfo(errors.dtype).tiny)
     return (far * torch.log1p(errors / far)).mean()
 

@@ -145,8 +145,7 @@ class _Writing:
             held = [None, None]
         assert found.past is not None
         numbers = (found.parts.scale, found.parts.cap, bool(turn and turn.interleaved))
-        hidden = self.bias(found) if found.window is None else self.padding(found)
-        rest = (*found.past, *self.lengths, *held, hidden, *numbers, found.window or 0)
+        rest = (*found.past, *self.lengths, *held, self.bias(found), *numbers, found.window or 0)
         return graph.call_function(attend, (q, k, v, *rest))
 
     def headed(self, found: Attention) -> fx.Node:
@@ -197,20 +196,14 @@ class _Writing:
         return self.graph.call_function(flat, (node,))
 
     def bias(self, found: Attention) -> fx.Node | None:
-        """Return a mask as a bias, one for all layers that have it."""
+        """Return a mask as a bias, one for all layers that have it; of padding alone where the kernel does the rest."""
         if found.parts.mask is None:
             return None
-        mask = same(found.parts.mask)
+        mask, made = (same(found.parts.mask), bias) if found.window is None else (self.mask, padding)
+        assert mask is not None
         if mask not in self.biases:
-            self.biases[mask] = self.graph.call_function(bias, (mask, found.parts.q))
+            self.biases[mask] = self.graph.call_function(made, (mask, found.parts.q))
         return self.biases[mask]
-
-    def padding(self, found: Attention) -> fx.Node:
-        """Return a bias that hides padding, one for all layers: the kernel does the rest."""
-        assert self.mask is not None
-        if self.mask not in self.biases:
-            self.biases[self.mask] = self.graph.call_function(padding, (self.mask, found.parts.q))
-        return self.biases[self.mask]
 
     def seeing(self, found: Attention) -> fx.Node | None:
         """Return which rows see anything, one for all layers that have a mask; None where that is not asked."""
