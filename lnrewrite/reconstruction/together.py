@@ -186,9 +186,9 @@ def tamed(errors: Tensor) -> Tensor:
 def varied(pair: Pair, step: int, tables: Sequence[int]) -> Pair:
     """Return a batch with other tokens in some places and, every other time, its rows cut anew from elsewhere.
 
-    Tokens meet other contexts and places so, and few of them go further; those that the batch has none of are met at
-    all. Only where whole numbers [rows, length] are the one input that varies within a row: what else told of a place
-    would be wrong. tables: how many rows the table of each of the original's inputs has, 0 where it has none.
+    Tokens meet other contexts and places so, and few of them go further; what the data lack is rehearsed, as a healing
+    does it (`Rehearsed`). Only where whole numbers [rows, length] are the one input that varies within a row: what else
+    told of a place would be wrong. tables: how many rows the table of each of the original's inputs has, or 0.
     """
     told = {id(v): v for values in pair[:2] for v in values if isinstance(v, Tensor) and v.dim() == 2}
     found = [(i, v) for i, v in enumerate(pair[0]) if isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any())]
