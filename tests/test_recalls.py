@@ -76,7 +76,7 @@ class Drawn(nn.Module):
         return all(not b or k != "channels" for b, k in zip(self.back, self.kinds, strict=True))
 
 
-@pytest.mark.parametrize("seed", rows(SEEDS, sample=(0, 1, 2, 5)))
+@pytest.mark.parametrize("seed", rows(SEEDS, sample=(0, 5, 13, 49)))
 def test_drawn_nets_are_seen_and_stay_exact(seed: int) -> None:
     torch.manual_seed(seed)
     ids = torch.randint(0, VOCAB, (2, 8))

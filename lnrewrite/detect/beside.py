@@ -71,11 +71,16 @@ def added_to(graph: OpGraph, join: Join, axis: int) -> Added:
     return Added(tuple(linears), frozenset(path), tuple(barriers))
 
 
-def counted_behind(graph: OpGraph, linear: Linear, path: Container[str]) -> Linear:
-    """Count the places that a linear's values reach behind `path`: a table may be added to several sums."""
+def counted_behind(graph: OpGraph, linear: Linear, path: Container[str], together: Container[str] = ()) -> Linear:
+    """Count the places that a linear's values reach behind `path`: a table may be added to several sums.
+
+    Those that are made `together` are one place.
+    """
     named = {n for n in (linear.param, linear.bias) if n}
     nodes = [n for n in graph.parameters if graph[n].attrs["param"] in named]
-    return replace(linear, uses=max(len(_reached(graph, n, path)) for n in nodes))
+    reached = [_reached(graph, n, path) for n in nodes]
+    places = [{("", "") if user in together else (name, user) for name, user in found} for found in reached]
+    return replace(linear, uses=max(map(len, places)))
 
 
 def _reached(graph: OpGraph, name: str, path: Container[str]) -> frozenset[tuple[str, str]]:

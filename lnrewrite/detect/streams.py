@@ -36,7 +36,7 @@ def stream(sites: Sites, chain: Sequence[Sum], index: int) -> Stream:
         name=stream_name([b.name for b in blocks], index),
         width=graph.width(first.join.total, first.axis),
         blocks=tuple(blocks),
-        sources=tuple(_source(graph, linear, sources.path, begun) for linear in sources.linears),
+        sources=tuple(_source(graph, linear, sources.path, begun, recalled) for linear in sources.linears),
         opaque=opaque,
         embedding=sites.site(Where.EMBEDDING, embedding) if embedding else None,
         final=sites.site(Where.FINAL, final) if final else None,
@@ -48,12 +48,15 @@ def stream(sites: Sites, chain: Sequence[Sum], index: int) -> Stream:
     )
 
 
-def _source(graph: OpGraph, linear: Linear, path: frozenset[str], begun: str) -> Linear:
-    """Count a source's uses; of stored latents that are the first state itself, those that read the state are one."""
+def _source(graph: OpGraph, linear: Linear, path: frozenset[str], begun: str, recalled: set[str]) -> Linear:
+    """Count a source's uses: what it gives the first state, and what later sums take up again of that, is one.
+
+    Of stored latents that are the first state itself, those that read the state are one.
+    """
     if linear.node == begun and graph[begun].kind == "param":
         found = counted(graph, linear)
         return replace(found, uses=found.uses - len(graph.users[begun]) + 1)
-    return counted_behind(graph, linear, path - {begun})
+    return counted_behind(graph, linear, path - {begun}, recalled | {begun})
 
 
 def _blocks(sites: Sites, chain: Sequence[Sum], index: int) -> list[Block]:
