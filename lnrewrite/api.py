@@ -19,7 +19,7 @@ from .backends.torch.capture import Capture, capture_module, from_program
 from .backends.torch.module import copied
 from .backends.torch.served import no_cache
 from .compat.torch import pytree
-from .data.batches import reader_of
+from .data.calibration import reader_of
 from .data.infer import given_inputs, infer_inputs
 from .data.inputs import Inputs
 from .errors import Code, LnrewriteError, UsageError, told

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .api import capture_opened
-from .data.batches import reader_of
+from .data.calibration import reader_of
 from .errors import Code, LnrewriteError, UsageError
 from .files.output import check_folder
 from .hosts.known import HOSTS, hosts_named

@@ -14,7 +14,7 @@ from ..files.output import SUFFIXES, check_apart, check_folder, named_path
 from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions, Source
 from ..quiet import LOGGER
-from .options import ACCEPT, FORCE, Screen, options, target_of, tell_name
+from .options import ACCEPT, DATA, FORCE, Screen, options, target_of, tell_name
 from .processes import number
 from .report import REPORT, report_of, write_report
 
@@ -22,13 +22,11 @@ if TYPE_CHECKING:
     from ..healing.config import HealingConfig
     from ..healing.session import Healed
 
-DATA = ".txt .jsonl .parquet .npy .bin .npz .pt .safetensors or pkg.module:iterable."
-
 
 @click.command()
 @click.argument("teacher")
 @click.argument("student")
-@click.option("--data", required=True, metavar="DATA", help=DATA)
+@click.option("--data", required=True, metavar="DATA", help=f"{DATA}.")
 @click.option(
     "-o", "--output", required=True, metavar="OUT", help="What to write: .pt2, .onnx, or of a folder a folder."
 )
@@ -111,7 +109,7 @@ def heal(
         raise UsageError(Code.LN003, f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
     with screen.working(f"capturing {teacher}"):
         from ..api import check_device
-        from ..data.batches import check_data
+        from ..data.calibration import check_data
         from ..healing.config import HealingConfig
         from ..healing.opening import tokenizer_named
         from ..healing.snapshots import check_run

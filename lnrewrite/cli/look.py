@@ -12,11 +12,11 @@ from ..files.output import PICTURES
 from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions
 from ..quiet import LOGGER
-from .options import Screen, charts_of, options, page_of
+from .options import DATA, Screen, charts_of, options, page_of
 
 FORCED = click.option("--force", is_flag=True, help="Overwrite OUT.")
 
-DATA = ".npz .npy .pt .safetensors .txt or pkg.module:iterable; without it inputs are made up."
+LOOKED = f"{DATA}; without it inputs are made up."
 
 
 @click.command()
@@ -58,7 +58,7 @@ def inspect(model: str, hosts: bool, output: str | None, force: bool, how: OpenO
 
 @click.command()
 @click.argument("model")
-@click.option("--data", metavar="DATA", help=DATA)
+@click.option("--data", metavar="DATA", help=LOOKED)
 @click.option("-o", "--output", metavar="OUT", help="An .html page: the streams drawn, charts with words, tables.")
 @FORCED
 @options(model=True)
@@ -67,7 +67,7 @@ def probe(model: str, data: str | None, output: str | None, force: bool, how: Op
     source, target = identify(model, how), charts_of(output, force)
     with screen.working(f"capturing {model}"):
         from ..api import load_source
-        from ..data.batches import check_data
+        from ..data.calibration import check_data
         from ..probing.probe import probe as probed
 
         if data is not None:
@@ -83,7 +83,7 @@ def probe(model: str, data: str | None, output: str | None, force: bool, how: Op
 @click.command()
 @click.argument("first")
 @click.argument("second")
-@click.option("--data", metavar="DATA", help=DATA)
+@click.option("--data", metavar="DATA", help=LOOKED)
 @click.option("-o", "--output", metavar="OUT", help="An .html page: both models' charts in one.")
 @FORCED
 @click.option("--hosts", is_flag=True, help="Which stock architectures could hold each, of checkpoint folders.")
@@ -102,7 +102,7 @@ def diff(
     sources, target = [identify(model, how) for model in (first, second)], charts_of(output, force)
     with screen.working(f"capturing {first}"):
         from ..api import load_source
-        from ..data.batches import check_data
+        from ..data.calibration import check_data
         from ..probing.diffing import diff as compared
 
         if data is not None:

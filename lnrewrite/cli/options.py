@@ -39,9 +39,10 @@ OPENED = (
     click.option("--device", default="cpu", show_default=True, help="Where to run the model."),
     click.option("--seed", type=SEED, default=0, show_default=True, help="Of everything random."),
 )
+DATA = ".txt .jsonl .parquet .bin .npy .npz .pt .safetensors or pkg.module:iterable"
 WRITTEN = (
     ACCEPT,
-    click.option("--calibrate", metavar="DATA", help=".npz .npy .pt .safetensors .txt or pkg.module:iterable."),
+    click.option("--calibrate", metavar="DATA", help=f"{DATA}."),
     click.option("--no-verify", is_flag=True, help="Do not run what exact passes made against the model."),
     click.option("--partial", is_flag=True, help="Write what could be done; exit with 3 if not all."),
     FORCE,

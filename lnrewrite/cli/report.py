@@ -28,7 +28,7 @@ def report_of(page: str | None, force: bool, data: str | None) -> Path | None:
     target = charts_of(page, force)
     if target is None:
         return None
-    from ..data.batches import READ
+    from ..data.calibration import READ
 
     if data is not None and ":" not in data and Path(data).suffix not in READ:
         why = f"figures are taken on {', '.join(READ)}, and this is {data}"

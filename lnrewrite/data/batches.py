@@ -24,16 +24,14 @@ from ..ir.inputs import Content, InputSpec, content_of
 from ..loading.open import import_object
 from ..loading.transformers import Tokenizer, closed
 from ..pipeline import protocols
-from ..pipeline.job import BatchReader
-from ..quiet import LOGGER
 from .files import read_tensors
 
 BATCH = 8  # samples of a batch, where the model leaves their number free
 LENGTH = 128  # tokens of a text sample, where the model leaves their number free
-EIGHTHS = 8  # batches, where there are so many samples: an eighth is held out of a fit
-_LIMIT = 1024  # batches; an endless iterable ends here
-READ = (".npz", ".npy", ".pt", ".safetensors", ".txt")
-"""The files that DATA may be."""
+LIMIT = 1024  # batches; an endless iterable ends here
+ARRAYS = (".npz", ".npy", ".pt", ".safetensors")
+READ = (*ARRAYS, ".txt")
+"""The files that batches are read from here; `data.corpus` reads longer ones."""
 
 
 class Loads(Protocol):
@@ -100,7 +98,7 @@ class Data:
             raise self.bad(f"{path.suffix or 'no suffix'} is not a known form of data", f"give one of {known}")
         return path
 
-    def batches(self, seed: int, limit: int = _LIMIT, least: int = 1) -> list[Tensors]:
+    def batches(self, seed: int, limit: int = LIMIT, least: int = 1) -> list[Tensors]:
         """Read at most `limit` batches, and `least` where there are samples for as many and their number is free.
 
         `seed` orders the windows of a text. Raises LnrewriteError LN022.
@@ -111,11 +109,11 @@ class Data:
             return [self.fitted(item) for item in self.imported(limit)]
         path = self.path
         if path.suffix != ".txt":
-            return self._cut(self.fitted(read_tensors(path, Code.LN022)), least)[:limit]
+            return self.cut(self.fitted(read_tensors(path, Code.LN022)), least)[:limit]
         arrays = self.text_rows(path)
         count = len(next(iter(arrays.values())))
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        return self._cut(self.fitted({name: value[order] for name, value in arrays.items()}), least)[:limit]
+        return self.cut(self.fitted({name: value[order] for name, value in arrays.items()}), least)[:limit]
 
     def fitted(self, held: object) -> Tensors:
         """Return what a file or an item of an iterable holds as the model takes it; the first axis counts samples."""
@@ -153,7 +151,7 @@ class Data:
             raise self.bad(f"it is shorter than one window of {self.window} tokens", "give more tokens")
         return tokens[: len(tokens) // self.window * self.window].reshape(-1, self.window)
 
-    def _cut(self, arrays: Tensors, least: int) -> list[Tensors]:
+    def cut(self, arrays: Tensors, least: int) -> list[Tensors]:
         """Split arrays along axis 0; a remainder that a fixed batch size cannot hold is left out."""
         counts = {name: len(t) if t.dim() else 1 for name, t in arrays.items()}
         if len(set(counts.values())) > 1:
@@ -275,7 +273,7 @@ def load_data(
     dynamic: FreeAxes | None = None,
     byte_level: bool = False,
     length: int | None = None,
-    limit: int = _LIMIT,
+    limit: int = LIMIT,
     least: int = 1,
 ) -> list[Tensors]:
     """Read DATA as at most `limit` batches of keyword tensors named and shaped like `example`; see `Data.batches`.
@@ -288,39 +286,6 @@ def load_data(
     if dynamic is None:
         found = replace(found, length=replace(found, spec=spec_of(example, {})).window)
     return found.batches(seed, limit, least)
-
-
-def reader_of(
-    calibrate: str | Iterable[protocols.Batch] | None, seed: int = 0
-) -> tuple[BatchReader | None, str | None]:
-    """Return what gives calibration batches for a program, and the name of DATA. Raises LN022 where that is missing."""
-    if calibrate is None:
-        return None, None
-    if not isinstance(calibrate, str):
-        batches = list(calibrate)
-        return lambda program: batches, None
-    check_data(calibrate)
-
-    def read(program: HasSpec) -> list[Tensors]:
-        LOGGER.info(f"reading {calibrate}")
-        return calibration_for(program, calibrate, seed)
-
-    return read, calibrate
-
-
-def check_data(data: str) -> None:
-    """Raise LN022 where DATA is plainly missing: told before a model is captured."""
-    if ":" not in data and not os.path.isfile(named_path(data)):
-        remedy = "check the path, or name pkg.module:iterable"
-        raise LnrewriteError(Code.LN022, f"data {data!r}", "no such file", remedy)
-
-
-def calibration_for(program: HasSpec, data: str, seed: int = 0) -> list[Tensors]:
-    """Read DATA for a program and run its module on the first batch. Raises LnrewriteError LN022 where that fails."""
-    held = Data.of(program, data)
-    batches = held.batches(seed, 64, least=EIGHTHS)
-    held.check_run(program.call, batches[0])
-    return batches
 
 
 def synthetic(

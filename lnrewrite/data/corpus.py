@@ -90,6 +90,10 @@ class Corpus:
         for name, limit in self.data.spec.vocabularies.items():
             check_ids(name, limit, tokens, self.data.name)
 
+    def documents(self, pieces: Iterable[Piece]) -> Run | Tensors:
+        """Return documents as the model reads them: rows of an encoder, or one run of tokens."""
+        return self.rows_of(pieces) if self.encoder else self.encoded(pieces)
+
     def encoded(self, pieces: Iterable[Piece]) -> Run:
         """Return the tokens of documents, as many as are needed."""
         width = np.dtype(np.uint8 if self.data.byte_level else self._width())
@@ -170,7 +174,7 @@ class Corpus:
     @cached_property
     def _tokenizer(self) -> Any:
         if self.data.tokenizer is None:
-            remedy = "name a folder that holds one with --tokenizer (tokenizer=), or give token ids"
+            remedy = "give token ids, or name a folder that holds one (heal's --tokenizer, tokenizer=)"
             raise self.data.bad("the model brings no tokenizer", remedy)
         try:
             given = self.data.tokenizer

@@ -16,6 +16,8 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 PIECE = 1 << 20
 """Characters of a document that are read at a time; a piece ends with a line."""
 
+NAMED = "call what holds the text 'text', or name it with heal's --field"
+
 Piece = tuple[str, bool]
 """A part of a document, and whether the document ends with it."""
 
@@ -70,7 +72,7 @@ def _lines(path: Path, field: str, bad: Bad) -> Iterator[Piece]:
             if not isinstance(text, str):
                 has = listed(map(str, held)) if isinstance(held, dict) else f"a {type(held).__name__}"
                 why = f"line {number} holds {has or 'nothing'} and no text under {field!r}"
-                raise bad(why, "name what holds the text with --field")
+                raise bad(why, NAMED)
             yield text, True
 
 
@@ -83,7 +85,7 @@ def _columns(path: Path, field: str, bad: Bad) -> Iterator[Piece]:
     try:
         file = parquet.ParquetFile(path)
         if field not in (names := file.schema_arrow.names):
-            raise bad(f"it has the columns {listed(names)} and no {field!r}", "name what holds the text with --field")
+            raise bad(f"it has the columns {listed(names)} and no {field!r}", NAMED)
         for batch in file.iter_batches(batch_size=256, columns=[field]):
             for number, text in enumerate(batch.column(0).to_pylist()):
                 if not isinstance(text, str):

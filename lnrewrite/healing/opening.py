@@ -15,7 +15,7 @@ from ..backends.inputs import Tensors, as_tensor, check_numbers
 from ..comparison.verifying import logits
 from ..data.batches import Data
 from ..data.corpus import Corpus, Ready, Run
-from ..data.documents import SUFFIXES, Piece, is_document, pieces_in, pieces_of
+from ..data.documents import SUFFIXES, is_document, pieces_in, pieces_of
 from ..data.files import read_tensors
 from ..errors import Code, LnrewriteError
 from ..ir.inputs import Content
@@ -115,7 +115,7 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
         if not is_document(first, how.field):
             kept = list(walk()) if isinstance(given, Iterator) else None
             return IterableSource(lambda: map(fitted, walk() if kept is None else kept), data, how.processes)
-        found: Run | Tensor | Tensors | list[Tensor] = _documents(corpus, pieces_in(walk(), how.field, data.bad))
+        found: Run | Tensor | Tensors | list[Tensor] = corpus.documents(pieces_in(walk(), how.field, data.bad))
     else:
         found = _read(corpus, how.field)
     if isinstance(found, Run):
@@ -174,7 +174,7 @@ def _read(corpus: Corpus, field: str) -> Run | Tensor | Tensors | list[Tensor]:
     if path.suffix == ".bin" or (path.suffix == ".txt" and data.byte_level):
         return corpus.mapped(path)
     if path.suffix in SUFFIXES:
-        return _documents(corpus, pieces_of(path, field, data.bad))
+        return corpus.documents(pieces_of(path, field, data.bad))
     held = read_tensors(path, Code.LN022)
     if isinstance(held, dict) and len(held) == 1:
         held = next(iter(held.values()))
@@ -182,10 +182,6 @@ def _read(corpus: Corpus, field: str) -> Run | Tensor | Tensors | list[Tensor]:
     if alone and isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point():
         return corpus.taken(held)
     return held
-
-
-def _documents(corpus: Corpus, pieces: Iterator[Piece]) -> Run | Tensors:
-    return corpus.rows_of(pieces) if corpus.encoder else corpus.encoded(pieces)
 
 
 def apart(program: Program, data: Data, end: int | None, run: Callable[[Tensors], object] | None = None) -> bool:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..api import load
-from ..data.batches import Data, check_data
+from ..data.batches import Data
+from ..data.calibration import check_data, read_batches
 from ..detect.misses import none_found
 from ..errors import LnrewriteError
 from ..ir import Block, Stream, sums
@@ -70,7 +71,7 @@ def batches_of(model: Program | OnnxProgram, data: str | Iterable[Batch] | None,
         return Feed(model, data, seed, None).batches
     check_data(data)
     LOGGER.info(f"reading {data}")
-    return Data.of(model, data).batches(seed)
+    return read_batches(Data.of(model, data), seed)
 
 
 class Prober:

@@ -1,0 +1,91 @@
+"""Documents and tokens in files are what a conversion is fitted to, and what `probe` and `diff` look at."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+import lnrewrite as lnr
+import zoo
+from commands import fails, ok
+from lnrewrite import demo
+from lnrewrite.data.batches import BATCH, Data
+from lnrewrite.data.calibration import BATCHES, EIGHTHS, calibration_for, read_batches
+from test_corpus import END, TEXTS, WANTED, WRONG, captured, lnr_tokenizer
+
+ROWS = {tuple(WANTED[i : i + 8]) for i in range(0, len(WANTED) - 7, 8)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the same documents in every form."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "d.jsonl").write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(TEXTS)))
+    parquet.write_table(pyarrow.table({"text": TEXTS, "n": range(len(TEXTS))}), folder / "d.parquet")
+    np.array(WANTED, dtype=np.uint16).tofile(folder / "d.bin")
+    return folder
+
+
+def decoder(path: Path, length: int = 8) -> Data:
+    return replace(Data.of(captured("llama", "position_ids"), str(path), length), tokenizer=lnr_tokenizer())
+
+
+@pytest.mark.parametrize("form", ["d.jsonl", "d.parquet", "d.bin"])
+def test_windows_of_every_form_are_those_of_the_tokens(files: Path, form: str) -> None:
+    data = decoder(files / form)
+    batches = read_batches(data, 0)
+    rows = [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
+    assert set(rows) == ROWS and len(rows) == len(WANTED) // 8
+    assert all(torch.equal(b["position_ids"], torch.arange(8).expand_as(b["input_ids"])) for b in batches)
+    again, other = read_batches(data, 0), read_batches(data, 1)
+    assert torch.equal(again[0]["input_ids"], batches[0]["input_ids"])
+    assert not torch.equal(other[0]["input_ids"], batches[0]["input_ids"])
+    few = read_batches(data, 0, limit=3)
+    assert [len(batch["input_ids"]) for batch in few] == [BATCH] * 3
+    assert {tuple(row) for batch in few for row in batch["input_ids"].tolist()} <= ROWS
+
+
+def test_there_are_eight_batches_where_there_are_as_many_rows(tmp_path: Path) -> None:
+    program = captured("llama", "position_ids")
+    np.array((WANTED * 2)[: 12 * 128], dtype=np.uint16).tofile(tmp_path / "d.bin")
+    batches = calibration_for(program, str(tmp_path / "d.bin"))
+    assert EIGHTHS // 2 < len(batches) <= BATCHES and sum(len(b["input_ids"]) for b in batches) == 12
+
+
+def test_documents_of_an_encoder_are_rows_with_their_padding_masked(files: Path) -> None:
+    kind = {"cls_token": "<s>", "sep_token": "</s>"}
+    data = Data.of(captured("bert", "attention_mask"), str(files / "d.jsonl"), 16)
+    batches = read_batches(replace(data, tokenizer=lnr_tokenizer(**kind)), 0)
+    ids, mask = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "attention_mask"))
+    assert (ids[:, 0] == 1).all() and torch.equal(mask == 0, ids == 0) and (ids == 0).any()
+    assert all(row[row != 0][-1] == END for row in ids)
+
+
+@pytest.mark.parametrize("name", [name for name in WRONG if not name.endswith(("txt", "csv"))])
+def test_files_that_hold_no_text_are_told(name: str, tmp_path: Path) -> None:
+    content, words = WRONG[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(lnr.LnrewriteError, match=rf"LN022 .*{words}"):
+        read_batches(decoder(tmp_path / name), 0)
+
+
+def test_commands_take_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = zoo.short_gpt()
+    program = lnr.capture(module, kwargs=demo.calibration(1)[0])
+    program.save("m.pt2")
+    text = demo.heldout_text().decode(errors="ignore")
+    Path("d.jsonl").write_text("".join(json.dumps({"text": text[i : i + 500]}) + "\n" for i in range(0, 6_000, 500)))
+    Path("none.jsonl").write_text('{"body": "a"}\n')
+    how = ("--calibrate", "d.jsonl", "--fit", "constants", "--json")
+    made = json.loads(ok("convert", "m.pt2", "--to", "peri", "-o", "peri.pt2", *how).output)
+    assert made["drift"] and ok("diff", "m.pt2", "peri.pt2", "--data", "d.jsonl")
+    told = fails("LN022", 1, "convert", "m.pt2", "--to", "peri", "-o", "x.pt2", "--calibrate", "none.jsonl")
+    assert "line 1 holds body" in told["why"] and not Path("x.pt2").exists()
