@@ -7,30 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
-from pyarrow import parquet
 
 import lnrewrite as lnr
 import zoo
 from commands import fails, ok
 from lnrewrite import demo
+from lnrewrite.backends.inputs import spec_of
 from lnrewrite.data.batches import BATCH, Data
 from lnrewrite.data.calibration import BATCHES, EIGHTHS, calibration_for, read_batches
-from test_corpus import END, TEXTS, WANTED, WRONG, captured, lnr_tokenizer
+from test_corpus import END, WANTED, WRONG, captured, lnr_tokenizer, written
 
 ROWS = {tuple(WANTED[i : i + 8]) for i in range(0, len(WANTED) - 7, 8)}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the same documents in every form."""
-    folder = tmp_path_factory.mktemp("files")
-    (folder / "d.jsonl").write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(TEXTS)))
-    parquet.write_table(pyarrow.table({"text": TEXTS, "n": range(len(TEXTS))}), folder / "d.parquet")
-    np.array(WANTED, dtype=np.uint16).tofile(folder / "d.bin")
-    return folder
+    return written(tmp_path_factory.mktemp("files"))
 
 
 def decoder(path: Path, length: int = 8) -> Data:
@@ -52,11 +46,18 @@ def test_windows_of_every_form_are_those_of_the_tokens(files: Path, form: str) -
     assert {tuple(row) for batch in few for row in batch["input_ids"].tolist()} <= ROWS
 
 
-def test_there_are_eight_batches_where_there_are_as_many_rows(tmp_path: Path) -> None:
+def test_few_rows_are_small_batches(tmp_path: Path) -> None:
     program = captured("llama", "position_ids")
     np.array((WANTED * 2)[: 12 * 128], dtype=np.uint16).tofile(tmp_path / "d.bin")
     batches = calibration_for(program, str(tmp_path / "d.bin"))
-    assert EIGHTHS // 2 < len(batches) <= BATCHES and sum(len(b["input_ids"]) for b in batches) == 12
+    assert EIGHTHS // 2 < len(batches) <= EIGHTHS < BATCHES and sum(len(b["input_ids"]) for b in batches) == 12
+
+
+def test_a_fixed_batch_is_filled_however_large(tmp_path: Path) -> None:
+    spec = spec_of({"input_ids": torch.zeros(600, 4, dtype=torch.int64)}, {}, {"input_ids": 100})
+    np.array(WANTED * 2, dtype=np.uint16).tofile(tmp_path / "d.bin")
+    batches = read_batches(Data(str(tmp_path / "d.bin"), spec, lnr_tokenizer()), 0, limit=1)
+    assert [len(batch["input_ids"]) for batch in batches] == [600]
 
 
 def test_documents_of_an_encoder_are_rows_with_their_padding_masked(files: Path) -> None:

@@ -62,8 +62,11 @@ def llama() -> Program:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("files"))
+
+
+def written(folder: Path) -> Path:
     """Write the same documents in every form."""
-    folder = tmp_path_factory.mktemp("files")
     (folder / "d.jsonl").write_text("".join(json.dumps({"id": i, "text": t}) + "\n\n" for i, t in enumerate(TEXTS)))
     (folder / "d.txt").write_text("\n".join(TEXTS))
     table = pyarrow.table({"text": TEXTS, "content": TEXTS, "n": range(len(TEXTS))})

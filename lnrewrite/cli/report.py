@@ -28,10 +28,10 @@ def report_of(page: str | None, force: bool, data: str | None) -> Path | None:
     target = charts_of(page, force)
     if target is None:
         return None
-    from ..data.calibration import READ
+    from ..data.corpus import FORMS
 
-    if data is not None and ":" not in data and Path(data).suffix not in READ:
-        why = f"figures are taken on {', '.join(READ)}, and this is {data}"
+    if data is not None and ":" not in data and Path(data).suffix not in FORMS:
+        why = f"figures are taken on {', '.join(FORMS)}, and this is {data}"
         raise UsageError(Code.LN003, "--report", why, "make the page with lnrewrite diff, on such data")
     return target
 

@@ -151,6 +151,17 @@ class Data:
             raise self.bad(f"it is shorter than one window of {self.window} tokens", "give more tokens")
         return tokens[: len(tokens) // self.window * self.window].reshape(-1, self.window)
 
+    @property
+    def fixed(self) -> bool:
+        """Return whether the model takes batches of one size alone."""
+        return any(each.dims and 0 not in each.free for each in self.spec)
+
+    @property
+    def rows(self) -> int:
+        """Return how many samples a batch has where there are enough of them."""
+        fixed = [each.shape[0] for each in self.spec if each.dims and 0 not in each.free]
+        return min(fixed) if fixed else max([BATCH, *(each.shape[0] for each in self.spec if each.dims)])
+
     def cut(self, arrays: Tensors, least: int) -> list[Tensors]:
         """Split arrays along axis 0; a remainder that a fixed batch size cannot hold is left out."""
         counts = {name: len(t) if t.dim() else 1 for name, t in arrays.items()}
@@ -158,10 +169,8 @@ class Data:
             listed = ", ".join(f"{name} {count}" for name, count in counts.items())
             why = f"the arrays differ in their number of samples: {listed}"
             raise self.bad(why, "give every input the same number")
-        fixed = {each.shape[0] for each in self.spec if each.dims and 0 not in each.free}
-        total = next(iter(counts.values()))
-        size = min(fixed) if fixed else max([BATCH, *(each.shape[0] for each in self.spec if each.dims)])
-        size = size if fixed else max(1, min(size, -(-total // least)))
+        fixed, total = self.fixed, next(iter(counts.values()))
+        size = self.rows if fixed else max(1, min(self.rows, -(-total // least)))
         if fixed and total < size:
             raise self.bad(f"it holds {total} samples and the model takes batches of {size}", "give more samples")
         starts = range(0, total - size + 1 if fixed else total, size)

@@ -13,16 +13,14 @@ from ..files.output import named_path
 from ..pipeline import protocols
 from ..pipeline.job import BatchReader
 from ..quiet import LOGGER
-from .batches import ARRAYS, BATCH, LIMIT, Data, HasSpec
-from .corpus import Corpus, Run
-from .documents import pieces_of
+from .batches import LIMIT, Data, HasSpec
+from .corpus import FORMS, Corpus, Run
 
 FIELD = "text"
 """What holds the text of a document, in a .jsonl and a .parquet."""
 
 LONG = (".jsonl", ".parquet", ".bin")
-READ = (*ARRAYS, ".txt", *LONG)
-"""The files that DATA may be."""
+"""The files that are read as a training reads them."""
 
 BATCHES, EIGHTHS = 64, 8
 """Of a calibration: its batches at most, and at least where there are the samples: an eighth is held out of a fit."""
@@ -67,18 +65,17 @@ def read_batches(data: Data, seed: int, limit: int = LIMIT, least: int = 1) -> l
     Documents and tokens in files (`LONG`) are read as a training reads them: no more documents than are needed, windows
     of tokens from all over a .bin, in an order that `seed` draws. Raises LnrewriteError LN022.
     """
-    if data.importable or data.file(READ).suffix not in LONG or not data.spec.inputs:
+    if data.importable or not data.spec.inputs or data.file(FORMS).suffix not in LONG:
         return data.batches(seed, limit, least)
-    path, window = data.file(READ), data.window
-    corpus = Corpus(data, limit * BATCH * window)
-    found = corpus.mapped(path) if path.suffix == ".bin" else corpus.documents(pieces_of(path, FIELD, data.bad))
+    window, rows = data.window, limit * data.rows
+    found = Corpus(data, rows * window).read(FIELD)
+    assert isinstance(found, Run | dict)
     count = len(found.tokens) // window if isinstance(found, Run) else len(next(iter(found.values())))
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: limit * BATCH]
+    if not count:
+        raise data.bad(f"it is shorter than one window of {window} tokens", "give more of it")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:rows]
     if isinstance(found, Run):
-        if not count:
-            raise data.bad(f"it is shorter than one window of {window} tokens", "give more of it")
-        places = order[:, None] * window + torch.arange(window)
-        rows = data.of_ids(found.tokens[places].long())
+        held = data.of_ids(found.tokens[order[:, None] * window + torch.arange(window)].long())
     else:
-        rows = {name: each[order] for name, each in found.items()}
-    return data.cut(data.fitted(rows), least)[:limit]
+        held = {name: each[order] for name, each in found.items()}
+    return data.cut(data.fitted(held), least)[:limit]

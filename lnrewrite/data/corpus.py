@@ -19,10 +19,14 @@ import torch
 from torch import Tensor
 
 from ..backends.inputs import Tensors, check_ids
-from ..errors import LnrewriteError, told
+from ..errors import Code, LnrewriteError, told
 from ..loading.transformers import Tokenizer, closed
 from .batches import Data
-from .documents import Piece
+from .documents import SUFFIXES, Piece, pieces_of
+from .files import read_tensors
+
+FORMS = (".txt", ".jsonl", ".parquet", ".npy", ".bin", ".npz", ".pt", ".safetensors")
+"""How the names of files end that are read."""
 
 TOGETHER, CHARACTERS = 256, 1 << 22
 """Pieces of text, and characters, that a tokenizer is given at once, at the most."""
@@ -68,6 +72,21 @@ class Corpus:
             why = f"the model looks up {len(limits)} kinds of ids, and tokens are one"
             raise self.data.bad(why, "give all inputs, as .npz or .pt")
         return limits.pop()
+
+    def read(self, field: str) -> Run | Tensor | Tensors | list[Tensor]:
+        """Return what a file holds: one run of tokens, or arrays of rows. field: what holds the text of a document."""
+        path = self.data.file(FORMS)
+        if path.suffix == ".bin" or (path.suffix == ".txt" and self.data.byte_level):
+            return self.mapped(path)
+        if path.suffix in SUFFIXES:
+            return self.documents(pieces_of(path, field, self.data.bad))
+        held = read_tensors(path, Code.LN022)
+        if isinstance(held, dict) and len(held) == 1:
+            held = next(iter(held.values()))
+        alone = len(self.data.spec.vocabularies) == 1
+        if alone and isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point():
+            return self.taken(held)
+        return held
 
     def mapped(self, path: Path) -> Run:
         """Return a .bin of tokens, uint16 or for a larger vocabulary uint32 (as nanoGPT writes it), or a byte text."""

@@ -13,19 +13,15 @@ from torch import Tensor
 
 from ..backends.inputs import Tensors, as_tensor, check_numbers
 from ..comparison.verifying import logits
-from ..data.batches import Data
-from ..data.corpus import Corpus, Ready, Run
-from ..data.documents import SUFFIXES, is_document, pieces_in, pieces_of
-from ..data.files import read_tensors
+from ..data.batches import ARRAYS, Data
+from ..data.corpus import FORMS, Corpus, Ready, Run
+from ..data.documents import is_document, pieces_in
 from ..errors import Code, LnrewriteError
 from ..ir.inputs import Content
 from ..loading.transformers import Tokenizer, tokenizer_in
 from ..models.program import Program
 from .fused import IGNORED
 from .sources import LABELS, LOGITS, ROWS, WIDE, ArraySource, BatchSource, IterableSource, Windows, chunks
-
-FORMS = (".txt", ".jsonl", ".parquet", ".npy", ".bin", ".npz", ".pt", ".safetensors")
-"""How the names of files end that a training reads."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
             return IterableSource(lambda: map(fitted, walk() if kept is None else kept), data, how.processes)
         found: Run | Tensor | Tensors | list[Tensor] = corpus.documents(pieces_in(walk(), how.field, data.bad))
     else:
-        found = _read(corpus, how.field)
+        found = corpus.read(how.field)
     if isinstance(found, Run):
         data = how.apart(program, data, found.end)
         windows = Windows(found.tokens, data, how.rows, wide, how.seed)
@@ -152,8 +148,8 @@ def held_out_of(name: str, program: Program, how: Reading) -> list[Tensors]:
     data = corpus.data
     if data.importable:
         return open_source(name, program, replace(how, rows=8)).held_out
-    whole = data.file(FORMS).suffix in (".npz", ".npy", ".pt", ".safetensors")
-    found = None if data.byte_level and not whole else _read(replace(corpus, need=ROWS * data.window), how.field)
+    whole = data.file(FORMS).suffix in ARRAYS
+    found = None if data.byte_level and not whole else replace(corpus, need=ROWS * data.window).read(how.field)
     if found is None or (whole and not isinstance(found, Run)):
         return data.batches(how.seed, 1024 // 8)
     if not isinstance(found, Run):
@@ -165,23 +161,6 @@ def held_out_of(name: str, program: Program, how: Reading) -> list[Tensors]:
         raise data.bad(f"it is shorter than one window of {data.window} tokens", "give a longer text")
     rows = found.tokens[: count * data.window].long().reshape(count, -1)
     return chunks(data.of_ids(rows), how.wide(program, data))
-
-
-def _read(corpus: Corpus, field: str) -> Run | Tensor | Tensors | list[Tensor]:
-    """Return what a file holds: one run of tokens, or arrays of rows."""
-    data = corpus.data
-    path = data.file(FORMS)
-    if path.suffix == ".bin" or (path.suffix == ".txt" and data.byte_level):
-        return corpus.mapped(path)
-    if path.suffix in SUFFIXES:
-        return corpus.documents(pieces_of(path, field, data.bad))
-    held = read_tensors(path, Code.LN022)
-    if isinstance(held, dict) and len(held) == 1:
-        held = next(iter(held.values()))
-    alone = len(data.spec.vocabularies) == 1
-    if alone and isinstance(held, Tensor) and held.dim() == 1 and not held.is_floating_point():
-        return corpus.taken(held)
-    return held
 
 
 def apart(program: Program, data: Data, end: int | None, run: Callable[[Tensors], object] | None = None) -> bool:
