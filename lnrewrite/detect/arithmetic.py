@@ -150,7 +150,7 @@ def affine(graph: OpGraph, start: str, end: str, axis: int, read: Callable[[str]
 
 
 def run(ops: Iterable[Op], values: Mapping[str, Floats], end: str) -> Floats:
-    """Run `ops` on float64 `values` and return the value of `end`. Raise Unknown for an operator without a rule."""
+    """Run `ops` on float64 `values` and return the value of `end`. Raise Unknown where what is known does not suffice."""
     known = dict(values)
     with np.errstate(all="ignore"):  # what is no number agrees with nothing
         for op in ops:
@@ -159,6 +159,6 @@ def run(ops: Iterable[Op], values: Mapping[str, Floats], end: str) -> Floats:
             inputs = [known[i] if isinstance(i, str) else i for i in op.inputs]
             try:
                 known[op.name] = RUN[op.kind](op, *inputs)
-            except KeyError as lacks:  # an attribute that a backend does not tell
-                raise Unknown(op.kind) from lacks
+            except (KeyError, ValueError, TypeError, IndexError) as lacks:  # an attribute, or sizes that nobody tells
+                raise Unknown(f"{op.kind}: {lacks}") from lacks
     return np.asarray(known[end], dtype=np.float64)

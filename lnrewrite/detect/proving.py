@@ -142,7 +142,7 @@ def _verdict(graph: OpGraph, source: str, end: str, ops: Sequence[Op], held: Seq
     try:
         runs = [[run(ops, {**each, source: t}, end) for t in tests] for each in constants]
         empty = run(ops, {**drawn, source: np.zeros_like(x)}, end)
-    except (Unknown, ValueError, TypeError, IndexError) as why:
+    except Unknown as why:
         return Verdict(None, why=f"the piece cannot be run on its own ({why})")
     if any(y.shape != x.shape for outputs in runs for y in outputs):
         return Verdict(None, why="the result has another shape than the value that is normalized")
