@@ -1,9 +1,10 @@
 """Time the forms of a residual add and its norm in ONNX Runtime, as the costs in lnrewrite/export/targets.py were.
 
-    python examples/measure_forms.py [--threads 1] [--rounds 7]
+    python examples/measure_forms.py [--threads 1] [--rounds 7] [--products]
 
-Each form is a chain of 16 (add, norm) pairs whose sums are read again. Sessions are made anew in every round, in
-shuffled order; figures are the median over the rounds of the time relative to Sum with the norm's own operator.
+Each form is a chain of 16 (add, norm) pairs whose sums are read again; with --products of four, and behind each norm
+stands a square product, of which a network has more. Sessions are made anew in every round, in shuffled order; figures
+are the median over the rounds of the time relative to Sum with the norm's own operator.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-PAIRS = 16
+PAIRS, BETWEEN = 16, 4
 LAYER = ("LayerNormalization", "", "SkipLayerNormalization")
 RMS = ("SimplifiedLayerNormalization", "", "SkipSimplifiedLayerNormalization")
 FORMS = {
@@ -28,15 +29,17 @@ FORMS = {
 }  # fmt: skip
 
 
-def model(form: str, hidden: int, dtype: int) -> bytes:
-    """Build x -> 16 times (sum = x + f, f = norm(sum), x = sum)."""
+def model(form: str, hidden: int, dtype: int, products: bool) -> bytes:
+    """Build x -> so many times (sum = x + f, f = norm(sum) or its product with a matrix, x = sum)."""
     (norm, _, skip), add = FORMS[form]
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     rng = np.random.default_rng(0)
     weights = [numpy_helper.from_array(rng.normal(size=hidden).astype(kind), n) for n in ("g", "b")]
+    if products:
+        weights.append(numpy_helper.from_array((rng.normal(size=(hidden, hidden)) / hidden**0.5).astype(kind), "w"))
     affine = ["g", "b"] if norm == "LayerNormalization" else ["g"]
     nodes, x, f = [], "x", "y"
-    for i in range(PAIRS):
+    for i in range(BETWEEN if products else PAIRS):
         if add:
             nodes.append(helper.make_node(add, [x, f], [f"s{i}"]))
             nodes.append(helper.make_node(norm, [f"s{i}", *affine], [f"f{i}"], axis=-1, epsilon=1e-5))
@@ -44,6 +47,9 @@ def model(form: str, hidden: int, dtype: int) -> bytes:
             outputs = [f"f{i}", "", "", f"s{i}"]
             nodes.append(helper.make_node(skip, [x, f, *affine], outputs, domain="com.microsoft", epsilon=1e-5))
         x, f = f"s{i}", f"f{i}"
+        if products:
+            nodes.append(helper.make_node("MatMul", [f, "w"], [f"p{i}"]))
+            f = f"p{i}"
     nodes.append(helper.make_node("Relu", [f], ["o"]))
     ends = [helper.make_tensor_value_info(n, dtype, [1, "tokens", hidden]) for n in ("x", "y")]
     out = helper.make_tensor_value_info("o", dtype, [1, "tokens", hidden])
@@ -73,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--products", action="store_true")
     parser.add_argument("--dtype", default="FLOAT", choices=["FLOAT", "FLOAT16"])
     arguments = parser.parse_args()
     dtype = getattr(TensorProto, arguments.dtype)
@@ -85,7 +92,7 @@ def main() -> None:
             rng = np.random.default_rng(1)
             kind = helper.tensor_dtype_to_np_dtype(dtype)
             feed = {n: rng.normal(size=(1, tokens, hidden)).astype(kind) for n in ("x", "y")}
-            contents = {form: model(form, hidden, dtype) for form in FORMS}
+            contents = {form: model(form, hidden, dtype, arguments.products) for form in FORMS}
             ratios: dict[str, list[float]] = {form: [] for form in FORMS}
             for index in range(arguments.rounds):
                 order = list(FORMS)

@@ -136,10 +136,10 @@ def test_half_precision_rides_from_ort_1_27_on() -> None:
     assert lowered(model, "cuda", "1.27.0")[1][SKIP[RMS]] == 1
 
 
-@pytest.mark.parametrize(("ort", "fused"), [("1.28.1", True), ("1.30.0", False)])
-def test_on_the_cpu_the_version_decides(ort: str, fused: bool) -> None:
-    _, counts, _ = lowered(model_of(LAYER, SINGLE, 3, "alone", 18), "cpu", ort)
-    assert (counts[SKIP[LAYER]], counts["Sum"]) == ((1, 0) if fused else (0, 1))
+@pytest.mark.parametrize(("kind", "ort", "fused"), [(LAYER, "1.28.1", 1), (LAYER, "1.30.0", 0), (RMS, "1.30.0", 1)])
+def test_on_the_cpu_the_version_and_the_norm_decide(kind: str, ort: str, fused: int) -> None:
+    _, counts, _ = lowered(model_of(kind, SINGLE, 3, "alone", 18), "cpu", ort)
+    assert (counts[SKIP[kind]], counts["Sum"]) == (fused, 1 - fused)
 
 
 def test_ort_leaves_a_sum_apart_and_fuses_an_add() -> None:

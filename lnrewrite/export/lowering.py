@@ -132,7 +132,7 @@ class _Lowering:
         cost = self.target.cost(SKIP[own], dtype, rank, self.ort)
         if cost.cost == inf:
             return Form(name, own, f"the table has no {SKIP[own]} for {dtype} in ORT {self.version}")
-        if cost.cost >= 1:
+        if cost.cost > 1:
             apart = self.keep_apart(node, add)
             why = f"with its add in one operator both take {cost.cost} times as long{apart} ({cost.source})"
             return Form(name, own, why)
