@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from lnrewrite import demo
 from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.fused import IGNORED
 from lnrewrite.healing.losses import Objective
-from lnrewrite.healing.rehearsal import Rehearsed
+from lnrewrite.healing.rehearsal import Rehearsed, known
 from lnrewrite.healing.sources import WHOLE, BatchSource, Tensors
 
 LIMITS = {"input_ids": 900, "token_type_ids": 2}
@@ -63,6 +65,34 @@ def test_every_token_comes_and_rows_from_hardly_to_wholly_random() -> None:
     assert len(rows.unique()) == 900 > 8 * 64  # the data hold fewer
     random = (rows != feed.held_out[0]["input_ids"][4:].repeat(200, 1)).float().mean(1)
     assert random.min() < 0.05 and random.max() > 0.95 and random.mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+def scores(ids: Tensor, width: int) -> Tensor:
+    """Expect a token of a hundred behind each, one of them more often, and all others never."""
+    found = torch.full((*ids.shape, width), -40.0)
+    found[..., :100] = 0.0
+    found[..., 7] = 2.0
+    return found
+
+
+def test_tokens_come_as_the_teacher_expects_them_evened_out() -> None:
+    """What it never learned has no answer worth copying: drawn alike, such tokens ruin a model whose norms go."""
+    teacher: Any = SimpleNamespace(outputs=lambda batch: (scores(batch["input_ids"], 960),))  # padded beyond the table
+    odds = known(teacher, given := Given(8), 900)
+    assert len(odds) == 900 and odds[100:].sum() < 1e-6 * odds[:100].sum()
+    assert (odds[7] / odds[8]).item() == pytest.approx(torch.tensor(1.0).exp().item())
+    objective = Objective("input_ids", {"attention_mask": 0}, True)
+    feed = Rehearsed(given, 0.5, LIMITS, objective, 3, odds)
+    rows = torch.cat([feed.batch(i)["input_ids"][4:] for i in range(50)])
+    new = rows[rows != given.whole["input_ids"][4:].repeat(50, 1)]
+    assert new.max() < 100 and len(new.unique()) == 100 and (new == 7).float().mean() > 1.5 / 100
+
+
+@pytest.mark.parametrize("width", [64, None])
+def test_all_tokens_come_where_none_is_scored(width: int | None) -> None:
+    shown = torch.zeros(8, 64, width) if width else torch.zeros(8, 2)  # states, or classes
+    teacher: Any = SimpleNamespace(outputs=lambda batch: (shown,))
+    assert torch.equal(known(teacher, Given(8), 900), torch.ones(900))
 
 
 def test_a_batch_is_a_function_of_its_number() -> None:

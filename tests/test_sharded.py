@@ -202,7 +202,8 @@ def test_many_processes_write_the_folder_that_one_does(kind: str, size: int, fol
     assert moved == ({n for n in before if "norm" in n} if kind == "norms" else set(before))
     for name, tensor in ours.items():
         assert theirs[name].dtype == before[name].dtype
-        assert low or torch.allclose(theirs[name], tensor, atol=2e-4), name
+        far = (theirs[name].float() - tensor.float()).norm() / (tensor.float() - before[name].float()).norm()
+        assert low or name not in moved or far < 0.01, name
     if low:  # Adam's first steps are as long where a gradient is rounding alone
         flat = [torch.cat([held[n].float().flatten() for n in ours]) for held in (ours, theirs, before)]
         assert (flat[0] - flat[1]).norm() < 0.3 * (flat[0] - flat[2]).norm()

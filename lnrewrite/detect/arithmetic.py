@@ -150,7 +150,7 @@ def affine(graph: OpGraph, start: str, end: str, axis: int, read: Callable[[str]
 
 
 def run(ops: Iterable[Op], values: Mapping[str, Floats], end: str) -> Floats:
-    """Run `ops` on float64 `values` and return the value of `end`. Raise Unknown where what is known does not suffice."""
+    """Run `ops` on float64 `values` and return the value of `end`. Raise Unknown where too little is known."""
     known = dict(values)
     with np.errstate(all="ignore"):  # what is no number agrees with nothing
         for op in ops:

@@ -15,7 +15,7 @@ from ..backends.onnx.norms import EXPERTS, GROUPED, HEADED, LAYER, NORMED, PACKE
 DECOMPOSED = "decomposed"
 
 MEASURED = "measured on one CPU core with ORT 1.31: python examples/measure_forms.py"
-WITHIN = "alone 2.1, with a product behind each norm 1.0 to 1.1, on ORT 1.31: python examples/measure_forms.py --products"
+WITHIN = "alone 2.1, but 1.0 to 1.1 with a product behind each: python examples/measure_forms.py --products"
 OLDER = "measured on one CPU core with ORT 1.28"
 ON_GPU = "measured on an H200 with ORT 1.31: python examples/gpu/boundary.py, columns pre and apart"
 READ = "read from the CUDA provider's kernels of ORT 1.31, not measured"

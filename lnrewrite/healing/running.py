@@ -26,7 +26,7 @@ from .losses import Measured, Mix, Objective, losses_of
 from .pairing import Pair, grown, trained
 from .participant import Participant
 from .rates import GAIN_RATE, Harm, Rates, RateTest, settled, usual
-from .rehearsal import Rehearsed
+from .rehearsal import Rehearsed, known
 from .report import HealingReport, picture
 from .snapshots import Snapshots
 from .sources import BatchSource, inputs_of
@@ -113,7 +113,7 @@ class Healing:
         sizes, touched = grown(student, self.teacher), trained(student, self.teacher, "touched") & names
         phases, rates, control = self.phases(student, names, touched, sizes), dict[str, Rates](), None
         for phase in phases:
-            phase.check(self.source, self.world)
+            phase.check(self.rehearsed(phase), self.world)
         if self.controlled:
             rates["control"] = self.control()
             control = self.measure(self.teacher)[0]
@@ -139,6 +139,11 @@ class Healing:
         for parameter in program.module().parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         return student, program
+
+    @cached_property
+    def odds(self) -> torch.Tensor:
+        """Return how often each token is drawn for a rehearsal, by the teacher as it is before anything is trained."""
+        return known(self.teacher, self.source, max(self.pair.teacher.spec.vocabularies.values()))
 
     @property
     def shown(self) -> list[Tensors]:
@@ -238,7 +243,7 @@ class Healing:
         limits, mix = self.pair.teacher.spec.vocabularies, phase.mix
         if not (self.config.rehearse and limits and phase.teacher and (mix.kl or mix.hidden)):
             return self.source
-        return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.config.seed)
+        return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.config.seed, self.odds)
 
     def measure(self, one: Participant, drifts: bool = False) -> tuple[Measured, Drift | None]:
         if self.world.first:
