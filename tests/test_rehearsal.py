@@ -41,7 +41,7 @@ class Given(BatchSource):
 
 
 def rehearsed(feed: BatchSource, share: float = 0.25, ids: str = "input_ids") -> Rehearsed:
-    return Rehearsed(feed, share, LIMITS, Objective(ids, {"attention_mask": 0}, True), seed=3)
+    return Rehearsed(feed, share, LIMITS, Objective(ids, {"attention_mask": 0}, True), torch.ones(900), seed=3)
 
 
 def test_the_last_rows_hold_random_tokens_and_no_target() -> None:
@@ -82,15 +82,15 @@ def test_tokens_come_as_the_teacher_expects_them_evened_out() -> None:
     assert len(odds) == 900 and odds[100:].sum() < 1e-6 * odds[:100].sum()
     assert (odds[7] / odds[8]).item() == pytest.approx(torch.tensor(1.0).exp().item())
     objective = Objective("input_ids", {"attention_mask": 0}, True)
-    feed = Rehearsed(given, 0.5, LIMITS, objective, 3, odds)
+    feed = Rehearsed(given, 0.5, LIMITS, objective, odds, 3)
     rows = torch.cat([feed.batch(i)["input_ids"][4:] for i in range(50)])
     new = rows[rows != given.whole["input_ids"][4:].repeat(50, 1)]
     assert new.max() < 100 and len(new.unique()) == 100 and (new == 7).float().mean() > 1.5 / 100
 
 
-@pytest.mark.parametrize("width", [64, None])
-def test_all_tokens_come_where_none_is_scored(width: int | None) -> None:
-    shown = torch.zeros(8, 64, width) if width else torch.zeros(8, 2)  # states, or classes
+@pytest.mark.parametrize("shown", [torch.zeros(2, 64, 32), torch.zeros(2, 2), torch.full((2, 64, 900), torch.nan)])
+def test_all_tokens_come_where_none_is_scored(shown: Tensor) -> None:
+    """States, classes, and a teacher that gives no numbers."""
     teacher: Any = SimpleNamespace(outputs=lambda batch: (shown,))
     assert torch.equal(known(teacher, Given(8), 900), torch.ones(900))
 

@@ -94,7 +94,7 @@ def sources() -> dict[str, BatchSource]:
     data = Data("d", spec_of({"ids": tokens}), length=8)
     given = [{"ids": ids[i : i + 5]} for i in range(0, 35, 5)] + [{"ids": ids[:3]}] * 4
     windows = Windows(tokens, data, 5, 4, 0)
-    rehearsed = Rehearsed(windows, 0.5, {"ids": 1000}, Objective("ids", {}, True), 3)
+    rehearsed = Rehearsed(windows, 0.5, {"ids": 1000}, Objective("ids", {}, True), torch.ones(1000), 3)
     arrays = ArraySource({"ids": ids}, data, 5, 4, 0)
     return {
         "windows": windows,

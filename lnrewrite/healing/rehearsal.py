@@ -32,15 +32,15 @@ EVEN = 0.5
 def known(teacher: Participant, source: BatchSource, size: int) -> Tensor:
     """Return how often each of the tokens [size] is drawn: what a teacher expects on the average, evened out.
 
-    All alike where it scores no tokens. Every process looks at the same rows: all draw alike.
+    All alike where it scores no tokens; NaN, as behind padding, tells nothing. Every process looks at the same rows.
     """
     total = torch.zeros(size)
     for index in range(LOOKS):
         scores = logits(teacher.outputs(source.batch(index, slice(ROWS))))
         if scores is None or scores.shape[-1] < size:
             return torch.ones(size)
-        total += scores.float().flatten(0, -2).softmax(-1).mean(0)[:size].cpu()
-    return total**EVEN
+        total += scores.float().flatten(0, -2).softmax(-1).nan_to_num().mean(0)[:size].cpu()
+    return total**EVEN if total.any() else torch.ones(size)
 
 
 class Rehearsed(BatchSource):
@@ -57,14 +57,12 @@ class Rehearsed(BatchSource):
         share: float,
         limits: Mapping[str, int],
         objective: Objective,
+        odds: Tensor,
         seed: int,
-        odds: Tensor | None = None,
     ) -> None:
-        self.source, self.share, self.objective, self.seed = source, share, objective, seed
+        self.source, self.share, self.objective, self.odds, self.seed = source, share, objective, odds, seed
         self.held_out = source.held_out
-        size = max(limits.values())
-        self.odds = torch.ones(size) if odds is None else odds
-        self.ids = [name for name, limit in limits.items() if limit == size]
+        self.ids = [name for name, limit in limits.items() if limit == max(limits.values())]
 
     def rows_of(self, index: int) -> int:
         return self.source.rows_of(index)

@@ -243,7 +243,7 @@ class Healing:
         limits, mix = self.pair.teacher.spec.vocabularies, phase.mix
         if not (self.config.rehearse and limits and phase.teacher and (mix.kl or mix.hidden)):
             return self.source
-        return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.config.seed, self.odds)
+        return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.odds, self.config.seed)
 
     def measure(self, one: Participant, drifts: bool = False) -> tuple[Measured, Drift | None]:
         if self.world.first:
