@@ -193,7 +193,7 @@ def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "SHORTEST", 2)
 
 
-TRIED: dict[str, Any] = {"tokens": 50 * 4 * 32, "length": 32, "save_steps": 3}
+TRIED: dict[str, Any] = {"tokens": 50 * 4 * 32, "batch_size": 4, "length": 32, "save_steps": 3}
 
 
 def test_the_budget_holds_the_trials_and_the_report_tells_them(
