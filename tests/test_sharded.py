@@ -203,7 +203,7 @@ def test_many_processes_write_the_folder_that_one_does(kind: str, size: int, fol
     for name, tensor in ours.items():
         assert theirs[name].dtype == before[name].dtype
         far = (theirs[name].float() - tensor.float()).norm() / (tensor.float() - before[name].float()).norm()
-        assert low or name not in moved or far < 0.01, name
+        assert low or name not in moved or far < 5e-4, name
     if low:  # Adam's first steps are as long where a gradient is rounding alone
         flat = [torch.cat([held[n].float().flatten() for n in ours]) for held in (ours, theirs, before)]
         assert (flat[0] - flat[1]).norm() < 0.3 * (flat[0] - flat[2]).norm()

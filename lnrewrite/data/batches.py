@@ -119,7 +119,7 @@ class Data:
         """Return what a file or an item of an iterable holds as the model takes it; the first axis counts samples."""
         what = f"data {self.name!r}"
         if self.tokens(held):
-            held = self.of_ids(self._windows(as_tensor(held, what)))
+            held = self.of_ids(self.windows(as_tensor(held, what)))
         found = check(self.spec.of_samples(), held if isinstance(held, Mapping | tuple | list) else [held], what)
         check_numbers(self.spec, found, what)
         return found
@@ -143,7 +143,7 @@ class Data:
         cut = held.ndim == 1 < len(self.spec[name].dims)
         return (cut or len(self.spec.inputs) > 1) and not as_tensor(held, self.name).is_floating_point()
 
-    def _windows(self, tokens: Tensor) -> Tensor:
+    def windows(self, tokens: Tensor) -> Tensor:
         """Return tokens as rows; a long run int[count] is cut."""
         if tokens.dim() > 1:
             return tokens

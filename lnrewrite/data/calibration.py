@@ -67,15 +67,13 @@ def read_batches(data: Data, seed: int, limit: int = LIMIT, least: int = 1) -> l
     """
     if data.importable or not data.spec.inputs or data.file(FORMS).suffix not in LONG:
         return data.batches(seed, limit, least)
-    window, rows = data.window, limit * data.rows
-    found = Corpus(data, rows * window).read(FIELD)
+    rows = limit * data.rows
+    found = Corpus(data, rows * data.window).read(FIELD)
     assert isinstance(found, Run | dict)
-    count = len(found.tokens) // window if isinstance(found, Run) else len(next(iter(found.values())))
-    if not count:
-        raise data.bad(f"it is shorter than one window of {window} tokens", "give more of it")
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:rows]
+    windows = data.windows(found.tokens) if isinstance(found, Run) else next(iter(found.values()))
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:rows]
     if isinstance(found, Run):
-        held = data.of_ids(found.tokens[order[:, None] * window + torch.arange(window)].long())
+        held = data.of_ids(windows[order].long())
     else:
         held = {name: each[order] for name, each in found.items()}
     return data.cut(data.fitted(held), least)[:limit]

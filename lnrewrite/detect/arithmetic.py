@@ -149,16 +149,20 @@ def affine(graph: OpGraph, start: str, end: str, axis: int, read: Callable[[str]
     return at[1] - at[0], at[0]
 
 
+def computed(op: Op, inputs: Iterable[object]) -> Floats:
+    """Return what an operator gives for its inputs. Raise Unknown where it has no rule, or too little is known."""
+    if op.kind not in RUN:
+        raise Unknown(op.kind)
+    try:
+        return RUN[op.kind](op, *inputs)
+    except (KeyError, ValueError, TypeError, IndexError) as lacks:  # an attribute, or sizes that nobody tells
+        raise Unknown(f"{op.kind}: {lacks}") from lacks
+
+
 def run(ops: Iterable[Op], values: Mapping[str, Floats], end: str) -> Floats:
     """Run `ops` on float64 `values` and return the value of `end`. Raise Unknown where too little is known."""
     known = dict(values)
     with np.errstate(all="ignore"):  # what is no number agrees with nothing
         for op in ops:
-            if op.kind not in RUN:
-                raise Unknown(op.kind)
-            inputs = [known[i] if isinstance(i, str) else i for i in op.inputs]
-            try:
-                known[op.name] = RUN[op.kind](op, *inputs)
-            except (KeyError, ValueError, TypeError, IndexError) as lacks:  # an attribute, or sizes that nobody tells
-                raise Unknown(f"{op.kind}: {lacks}") from lacks
+            known[op.name] = computed(op, [known[i] if isinstance(i, str) else i for i in op.inputs])
     return np.asarray(known[end], dtype=np.float64)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .arithmetic import RUN, Floats, Unknown
+from .arithmetic import Floats, Unknown, computed
 from .graph import RANDOM, Op, OpGraph
 
 ANALYTIC = frozenset({
@@ -41,13 +41,13 @@ class Trial:
             return np.asarray(factor)
         kind, *operands = factor
         values = [self.run(operand) for operand in operands]
-        return values[0] if kind == "mask" else RUN[str(kind)](Op("", str(kind)), *values)
+        return values[0] if kind == "mask" else computed(Op("", str(kind)), values)
 
     def equal(self, factor: Expression, guess: str | float) -> bool:
         """Return whether a factor is a guess, within the rounding of what it adds up."""
         try:
             return bool(np.all(abs(self.run(factor) - self.run(guess)) <= EQUAL * self.size(factor)))
-        except ValueError:  # of shapes that do not go together
+        except (Unknown, ValueError):  # of shapes that do not go together
             return False
 
     def size(self, factor: Expression) -> Floats:
@@ -68,8 +68,8 @@ class Trial:
         if op.kind in ANALYTIC and depth:
             try:
                 values = [self.value(i, depth - 1) if isinstance(i, str) else i for i in op.inputs]
-                return np.asarray(RUN[op.kind](op, *values))
-            except (Unknown, TypeError, ValueError):
+                return np.asarray(computed(op, values))
+            except Unknown:
                 pass
         return self.rng.normal(size=[d if isinstance(d, int) else 2 + len(d) % 3 for d in op.shape or ()])
 

@@ -156,11 +156,7 @@ def held_out_of(name: str, program: Program, how: Reading) -> list[Tensors]:
         assert isinstance(found, dict)
         return chunks({n: t[:ROWS] for n, t in found.items()}, how.wide(program, data))
     data = how.apart(program, data, found.end)
-    count = min(len(found.tokens) // data.window, ROWS)
-    if not count:
-        raise data.bad(f"it is shorter than one window of {data.window} tokens", "give a longer text")
-    rows = found.tokens[: count * data.window].long().reshape(count, -1)
-    return chunks(data.of_ids(rows), how.wide(program, data))
+    return chunks(data.of_ids(data.windows(found.tokens)[:ROWS].long()), how.wide(program, data))
 
 
 def apart(program: Program, data: Data, end: int | None, run: Callable[[Tensors], object] | None = None) -> bool:

@@ -62,7 +62,7 @@ class Rehearsed(BatchSource):
     ) -> None:
         self.source, self.share, self.objective, self.odds, self.seed = source, share, objective, odds, seed
         self.held_out = source.held_out
-        self.ids = [name for name, limit in limits.items() if limit == max(limits.values())]
+        self.ids = [name for name, limit in limits.items() if limit == len(odds)]
 
     def rows_of(self, index: int) -> int:
         return self.source.rows_of(index)
