@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +17,13 @@ import zoo
 from commands import fails, ok
 from lnrewrite import demo
 from lnrewrite.backends.inputs import spec_of
+from lnrewrite.data import corpus, documents
 from lnrewrite.data.batches import BATCH, Data
 from lnrewrite.data.calibration import BATCHES, EIGHTHS, calibration_for, read_batches
 from test_corpus import END, WANTED, WRONG, captured, lnr_tokenizer, written
 
-ROWS = {tuple(WANTED[i : i + 8]) for i in range(0, len(WANTED) - 7, 8)}
+ROWS = {(WANTED[0], *WANTED[i : i + 7]) for i in range(1, len(WANTED) - 6, 7)}
+"""The windows of all tokens, each with what its tokenizer puts before a text."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,7 @@ def test_windows_of_every_form_are_those_of_the_tokens(files: Path, form: str) -
     data = decoder(files / form)
     batches = read_batches(data, 0)
     rows = [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
-    assert set(rows) == ROWS and len(rows) == len(WANTED) // 8
+    assert set(rows) == ROWS and len(rows) == (len(WANTED) - 1) // 7
     assert all(torch.equal(b["position_ids"], torch.arange(8).expand_as(b["input_ids"])) for b in batches)
     again, other = read_batches(data, 0), read_batches(data, 1)
     assert torch.equal(again[0]["input_ids"], batches[0]["input_ids"])
@@ -44,6 +48,24 @@ def test_windows_of_every_form_are_those_of_the_tokens(files: Path, form: str) -
     few = read_batches(data, 0, limit=3)
     assert [len(batch["input_ids"]) for batch in few] == [BATCH] * 3
     assert {tuple(row) for batch in few for row in batch["input_ids"].tolist()} <= ROWS
+
+
+def test_a_text_is_read_no_further_than_is_needed(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of gigabytes is neither held in memory nor tokenized as a whole; the windows start as a text does."""
+    monkeypatch.setattr(documents, "PIECE", 50)
+    monkeypatch.setattr(corpus, "TOGETHER", 4)
+    read, pieces = 0, documents._text
+
+    def counted(*how: Any) -> Iterator[documents.Piece]:
+        nonlocal read
+        for piece in pieces(*how):
+            read += len(piece[0])
+            yield piece
+
+    monkeypatch.setattr(documents, "_text", counted)
+    (batch,) = read_batches(decoder(files / "d.txt"), 0, limit=1)
+    assert batch["input_ids"].shape == (BATCH, 8) and (batch["input_ids"][:, 0] == WANTED[0]).all()
+    assert read < (files / "d.txt").stat().st_size
 
 
 def test_few_rows_are_small_batches(tmp_path: Path) -> None:
@@ -75,6 +97,13 @@ def test_files_that_hold_no_text_are_told(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(lnr.LnrewriteError, match=rf"LN022 .*{words}"):
         read_batches(decoder(tmp_path / name), 0)
+
+
+def test_a_folder_is_told_from_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(lnr.LnrewriteError, match="LN022 .*it is a folder"):
+        read_batches(decoder(tmp_path), 0)
+    with pytest.raises(lnr.LnrewriteError, match="LN022 .*no such file"):
+        read_batches(decoder(tmp_path / "gone.txt"), 0)
 
 
 def test_commands_take_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

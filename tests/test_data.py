@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import lnrewrite as lnr
 from lnrewrite.backends.inputs import Tensors, spec_of
-from lnrewrite.data.batches import Data, load_data, synthetic
+from lnrewrite.data.batches import Data, synthetic
 from lnrewrite.errors import LnrewriteError
+from reading import load_data
 
 EXAMPLE = {"x": torch.zeros(2, 16, 4), "ids": torch.zeros(2, 16, dtype=torch.int64), "flag": True}
 IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.int64)}
@@ -72,7 +73,7 @@ def test_an_array_of_tokens_says_what_follows_from_them(tmp_path: Path) -> None:
     example = {name: torch.zeros(2, 16, dtype=torch.int64) for name in names}
     np.save(tmp_path / "d.npy", np.arange(48).reshape(3, 16))
     data = Data(str(tmp_path / "d.npy"), spec_of(example, {n: {0: "batch"} for n in names}, names))
-    (batch,) = data.batches(0)
+    (batch,) = data.batches()
     want = torch.arange(48).reshape(3, 16)
     assert batch["input_ids"].tolist() == want.tolist()
     assert batch["position_ids"].tolist() == [list(range(16))] * 3
@@ -88,11 +89,11 @@ def test_what_alone_is_looked_up_is_tokens_whatever_it_is_called() -> None:
 def test_a_run_of_tokens_is_cut_into_windows(tmp_path: Path) -> None:
     np.save(tmp_path / "d.npy", np.arange(70, dtype=np.uint16))
     spec = spec_of(IDS, {"input_ids": {0: "batch"}}, {"input_ids": 99})
-    (batch,) = Data(str(tmp_path / "d.npy"), spec).batches(0)
+    (batch,) = Data(str(tmp_path / "d.npy"), spec).batches()
     assert batch["input_ids"].tolist() == np.arange(64).reshape(4, 16).tolist()
     np.save(tmp_path / "d.npy", np.arange(15))
     with pytest.raises(LnrewriteError, match="shorter than one window of 16"):
-        Data(str(tmp_path / "d.npy"), spec).batches(0)
+        Data(str(tmp_path / "d.npy"), spec).batches()
 
 
 def test_free_and_fixed_axes(tmp_path: Path) -> None:
@@ -221,7 +222,9 @@ def tokenizer(tmp_path: Path) -> str:
     made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]").save_pretrained(tmp_path / "tok")
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", cls_token="[CLS]").save_pretrained(
+        tmp_path / "tok"
+    )
     return str(tmp_path / "tok")
 
 
@@ -237,16 +240,15 @@ def test_tokens(tmp_path: Path, tokenizer: str) -> None:
     assert sorted(ids[:, 1:-1].flatten().tolist()) == list(range(3, 53))
     assert joined(batches, "attention_mask").min() == 1 and joined(batches, "token_type_ids").max() == 0
     assert (
-        "pixel_values"
-        in fails(tmp_path / "d.txt", IDS | {"pixel_values": torch.ones(2, 3)}, tokenizer_folder=tokenizer).why
+        "pixel_values" in fails(tmp_path / "d.txt", IDS | {"pixel_values": torch.ones(2, 3)}, tokenizer=tokenizer).why
     )
     (tmp_path / "d.txt").write_bytes(b"\xff\xfe\x00")
-    assert "UTF-8" in fails(tmp_path / "d.txt", IDS, tokenizer_folder=tokenizer).why
+    assert "UTF-8" in fails(tmp_path / "d.txt", IDS, tokenizer=tokenizer).why
 
 
 def test_text_for_a_folder_without_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("w1 w2 " * 100)
-    assert "tokenizer failed" in fails(tmp_path / "d.txt", IDS, tokenizer_folder=str(tmp_path)).why
+    assert "tokenizer failed" in fails(tmp_path / "d.txt", IDS, tokenizer=str(tmp_path)).why
 
 
 # --- random stand-ins
@@ -275,12 +277,11 @@ def test_reading_arrays_imports_no_transformers(tmp_path: Path) -> None:
 
     np.save(tmp_path / "d.npy", np.zeros((2, 16), int))
     code = (
-        "import sys, torch; from lnrewrite.data.batches import load_data\n"
+        "import sys, torch; from reading import load_data\n"
         "load_data(sys.argv[1], {'i': torch.zeros(2, 16, dtype=torch.int64)}); print('transformers' in sys.modules)"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "d.npy")], capture_output=True, text=True, check=True
-    )
+    command, here = [sys.executable, "-c", code, str(tmp_path / "d.npy")], Path(__file__).parent
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=here)
     assert out.stdout.strip() == "False"
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 import lnrewrite as lnr
 import zoo
-from lnrewrite.data.batches import load_data
 from lnrewrite.loading.foreign import DEPTH, Foreign, read_object, safetensors_header
 from lnrewrite.loading.identify import identify
 from lnrewrite.loading.open import open_module
 from lnrewrite.loading.source import OpenOptions
 from lnrewrite.loading.transformers import Tokenizer
 from mutants import json_mutant
+from reading import load_data
 from tiers import rows
 
 DEEP = b'{"a":' * 20_000 + b"1" + b"}" * 20_000

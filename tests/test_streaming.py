@@ -25,13 +25,13 @@ from lnrewrite.api import load_source
 from lnrewrite.checkpoints import kept, streaming
 from lnrewrite.checkpoints.stored import Store
 from lnrewrite.comparison.verifying import compare
-from lnrewrite.data.batches import load_data
 from lnrewrite.loading.identify import identify
 from lnrewrite.loading.open import open_module
 from lnrewrite.loading.source import OpenOptions
 from lnrewrite.models import sampling
 from lnrewrite.models.calibration import collect
 from lnrewrite.pipeline.protocols import Samples
+from reading import load_data
 from tiers import rows
 
 NETS = sorted(zoo.nets.NETS) + sorted(zoo.WRITTEN)

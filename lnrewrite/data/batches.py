@@ -1,4 +1,4 @@
-"""Turn DATA into batches that fit a model: arrays, text, an importable iterable, or random stand-ins.
+"""Turn DATA into batches that fit a model: arrays, an importable iterable, windows of tokens, or random stand-ins.
 
 A batch is a dict of keyword tensors like the model's example inputs. Everything is checked against that example first,
 so that a wrong name or shape is reported here, in the user's words, and not deep inside a forward.
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backends.inputs import DTYPES, FreeAxes, Tensors, as_tensor, check, check_numbers, draw_one, spec_of
+from ..backends.inputs import DTYPES, Tensors, as_tensor, check, check_numbers, draw_one, spec_of
 from ..backends.torch.fixed import elsewhere, other_path
-from ..errors import Code, LnrewriteError, code_of_others, told, words
+from ..errors import Code, LnrewriteError, code_of_others, words
 from ..files.output import named_path
 from ..ir.inputs import Content, InputSpec, content_of
 from ..loading.open import import_object
-from ..loading.transformers import Tokenizer, closed
+from ..loading.transformers import Tokenizer
 from ..pipeline import protocols
 from .files import read_tensors
 
@@ -30,8 +30,7 @@ BATCH = 8  # samples of a batch, where the model leaves their number free
 LENGTH = 128  # tokens of a text sample, where the model leaves their number free
 LIMIT = 1024  # batches; an endless iterable ends here
 ARRAYS = (".npz", ".npy", ".pt", ".safetensors")
-READ = (*ARRAYS, ".txt")
-"""The files that batches are read from here; `data.corpus` reads longer ones."""
+"""The files whose arrays are batches; `data.corpus` reads text and tokens."""
 
 
 class Loads(Protocol):
@@ -54,10 +53,10 @@ class HasSpec(Protocol):
 class Data:
     """Hold what DATA names, and what the model that reads it is called with.
 
-    name: an .npz, .npy, .pt (tensors only), .safetensors or .txt file, or `pkg.module:iterable`. tokenizer: cuts text
-    into tokens, or the folder that holds one; without it `byte_level` says that text is read byte by byte. length:
-    tokens of a window cut from a text; None takes the example's where that is fixed, else 128. end: the id behind
-    which another document starts, and positions count from 0 again; None where they do not.
+    name: a file, or `pkg.module:iterable`. tokenizer: cuts text into tokens, or the folder that holds one; without it
+    `byte_level` says that text is read byte by byte. length: tokens of a window cut from a text; None takes the
+    example's where that is fixed, else 128. end: the id behind which another document starts, and positions count from
+    0 again; None where they do not.
     """
 
     name: str
@@ -83,37 +82,22 @@ class Data:
         """Return whether DATA names a Python object rather than a file."""
         return ":" in self.name and not os.path.exists(named_path(self.name))
 
-    @property
-    def path(self) -> Path:
-        """Return the file that DATA names. Raises LnrewriteError LN022 where there is none, or of no known form."""
-        return self.file(READ)
-
     def file(self, suffixes: Sequence[str]) -> Path:
         """Return the file that DATA names. Raises LnrewriteError LN022 where there is none, or of none of the forms."""
         path = named_path(self.name)
-        if not os.path.isfile(path):
-            raise self.bad("no such file", "check the path, or name pkg.module:iterable")
+        check_file(self.name)
         if path.suffix not in suffixes:
             known = ", ".join(suffixes)
             raise self.bad(f"{path.suffix or 'no suffix'} is not a known form of data", f"give one of {known}")
         return path
 
-    def batches(self, seed: int, limit: int = LIMIT, least: int = 1) -> list[Tensors]:
-        """Read at most `limit` batches, and `least` where there are samples for as many and their number is free.
-
-        `seed` orders the windows of a text. Raises LnrewriteError LN022.
+    def batches(self, limit: int = LIMIT, least: int = 1) -> list[Tensors]:
+        """Read at most `limit` batches of arrays, and `least` where there are samples for as many and their number is
+        free; or those of an iterable. Raises LnrewriteError LN022.
         """
-        if not self.spec.inputs:
-            raise self.bad("the model takes no tensors", "run without data")
         if self.importable:
             return [self.fitted(item) for item in self.imported(limit)]
-        path = self.path
-        if path.suffix != ".txt":
-            return self.cut(self.fitted(read_tensors(path, Code.LN022)), least)[:limit]
-        arrays = self.text_rows(path)
-        count = len(next(iter(arrays.values())))
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        return self.cut(self.fitted({name: value[order] for name, value in arrays.items()}), least)[:limit]
+        return self.cut(self.fitted(read_tensors(self.file(ARRAYS), Code.LN022)), least)[:limit]
 
     def fitted(self, held: object) -> Tensors:
         """Return what a file or an item of an iterable holds as the model takes it; the first axis counts samples."""
@@ -202,26 +186,6 @@ class Data:
         ids = next((each for each in self.spec if "float" not in each.dtype and len(each.dims) == 2), None)
         return self.length or (LENGTH if ids is None or 1 in ids.free else ids.shape[1])
 
-    def text_rows(self, path: Path) -> Tensors:
-        """Cut a text file into windows of tokens or bytes, one row each, for every input."""
-        length = self.window
-        try:
-            raw = path.read_bytes()
-            text = raw.decode("utf-8") if self.tokenizer is not None else ""
-        except (OSError, UnicodeDecodeError) as error:
-            raise self.bad(f"it cannot be read as UTF-8 text: {error}", "check the file") from error
-        if self.tokenizer is not None:
-            rows = self._tokenized(text, self.tokenizer, length)
-        elif self.byte_level:
-            whole = len(raw) // length * length
-            rows = torch.tensor(list(raw[:whole]), dtype=torch.int64).reshape(-1, length)
-        else:
-            remedy = "give token ids, as .npz or .pt"
-            raise self.bad("the model has no tokenizer, so text cannot be read", remedy)
-        if not len(rows):
-            raise self.bad(f"the text is shorter than one window of {length} tokens", "give a longer text")
-        return self.of_ids(rows)
-
     def of_ids(self, rows: Tensor) -> Tensors:
         """Return all inputs for windows of ids: full attention, a single segment, positions that count up."""
         return {name: rows if len(self.spec.inputs) == 1 else self._input(name, rows) for name in self.spec.names}
@@ -241,23 +205,6 @@ class Data:
             return rows
         raise self.bad(f"tokens give no values for the input {name}", "give all inputs, as .npz or .pt")
 
-    def _tokenized(self, text: str, folder: Loads | str, length: int) -> Tensor:
-        """Tokenize a text into full windows [count, length], each with the special tokens that the tokenizer adds."""
-        try:
-            tokenize = (Tokenizer(folder) if isinstance(folder, str) else folder).load()
-            with closed():
-                found = tokenize(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
-        except ImportError as error:
-            remedy = "pip install transformers (or lnrewrite[hf])"
-            raise self.bad("reading text needs transformers", remedy) from error
-        except LnrewriteError:
-            raise
-        except Exception as error:  # tokenizers raise anything
-            raise self.bad(f"the tokenizer failed: {told(error)}", "give token ids, as .npz or .pt") from error
-        windows = found if found and isinstance(found[0], list) else [found]
-        full = [window for window in windows if len(window) == length]
-        return torch.tensor(full, dtype=torch.int64).reshape(-1, length)
-
 
 def _positions(rows: Tensor, end: int | None) -> Tensor:
     """Return positions that count up in each row of ids [rows, length], from 0 again behind every `end`."""
@@ -273,28 +220,11 @@ END = object()
 """Nothing is left of an iterable."""
 
 
-def load_data(
-    data: str,
-    example: Mapping[str, object],
-    tokenizer_folder: Tokenizer | str | None = None,
-    seed: int = 0,
-    *,
-    dynamic: FreeAxes | None = None,
-    byte_level: bool = False,
-    length: int | None = None,
-    limit: int = LIMIT,
-    least: int = 1,
-) -> list[Tensors]:
-    """Read DATA as at most `limit` batches of keyword tensors named and shaped like `example`; see `Data.batches`.
-
-    `dynamic` names the axes of each input whose size is free; None: every batch axis and every axis of integer inputs
-    is, and a window of a text is as long as the example. Raises LnrewriteError LN022 with what was expected and what
-    was found.
-    """
-    found = Data(data, spec_of(example, dynamic), tokenizer_folder, byte_level, length)
-    if dynamic is None:
-        found = replace(found, length=replace(found, spec=spec_of(example, {})).window)
-    return found.batches(seed, limit, least)
+def check_file(name: str) -> None:
+    """Raise LnrewriteError LN022 where DATA names no file."""
+    if not os.path.isfile(path := named_path(name)):
+        why = "it is a folder" if os.path.isdir(path) else "no such file"
+        raise LnrewriteError(Code.LN022, f"data {name!r}", why, "give the path of a file, or name pkg.module:iterable")
 
 
 def synthetic(

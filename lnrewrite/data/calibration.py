@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..backends.inputs import Tensors
-from ..errors import Code, LnrewriteError
-from ..files.output import named_path
 from ..pipeline import protocols
 from ..pipeline.job import BatchReader
 from ..quiet import LOGGER
-from .batches import LIMIT, Data, HasSpec
+from .batches import ARRAYS, LIMIT, Data, HasSpec, check_file
 from .corpus import FORMS, Corpus, Run
 
 FIELD = "text"
 """What holds the text of a document, in a .jsonl and a .parquet."""
-
-LONG = (".jsonl", ".parquet", ".bin")
-"""The files that are read as a training reads them."""
 
 BATCHES, EIGHTHS = 64, 8
 """Of a calibration: its batches at most, and at least where there are the samples: an eighth is held out of a fit."""
@@ -46,9 +42,8 @@ def reader_of(
 
 def check_data(data: str) -> None:
     """Raise LN022 where DATA is plainly missing: told before a model is captured."""
-    if ":" not in data and not os.path.isfile(named_path(data)):
-        remedy = "check the path, or name pkg.module:iterable"
-        raise LnrewriteError(Code.LN022, f"data {data!r}", "no such file", remedy)
+    if ":" not in data:
+        check_file(data)
 
 
 def calibration_for(program: HasSpec, name: str, seed: int = 0) -> list[Tensors]:
@@ -59,21 +54,31 @@ def calibration_for(program: HasSpec, name: str, seed: int = 0) -> list[Tensors]
     return batches
 
 
-def read_batches(data: Data, seed: int, limit: int = LIMIT, least: int = 1) -> list[Tensors]:
+def read_batches(data: Data, seed: int, limit: int = LIMIT, least: int = 1, field: str = FIELD) -> list[Tensors]:
     """Read at most `limit` batches, and `least` where there are samples for as many: see `Data.batches`.
 
-    Documents and tokens in files (`LONG`) are read as a training reads them: no more documents than are needed, windows
-    of tokens from all over a .bin, in an order that `seed` draws. Raises LnrewriteError LN022.
+    Text and tokens are read as a training reads them: no more documents than are needed, windows from all over a .bin
+    or a text of bytes, in an order that `seed` draws. Each window starts as a text does: with what the tokenizer puts
+    before one, where a model may have massive activations (2402.17762). field: what holds the text of a document.
+    Raises LnrewriteError LN022.
     """
-    if data.importable or not data.spec.inputs or data.file(FORMS).suffix not in LONG:
-        return data.batches(seed, limit, least)
+    if not data.spec.inputs:
+        raise data.bad("the model takes no tensors", "run without data")
+    if data.importable or data.file(FORMS).suffix in ARRAYS:
+        return data.batches(limit, least)
     rows = limit * data.rows
-    found = Corpus(data, rows * data.window).read(FIELD)
+    found = Corpus(data, rows * data.window).read(field)
     assert isinstance(found, Run | dict)
-    windows = data.windows(found.tokens) if isinstance(found, Run) else next(iter(found.values()))
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:rows]
     if isinstance(found, Run):
-        held = data.of_ids(windows[order].long())
+        first = torch.tensor(found.before[: data.window - 1], dtype=torch.int64)
+        tokens = found.tokens[len(first) if found.tokens[: len(first)].tolist() == first.tolist() else 0 :]
+        windows = replace(data, length=data.window - len(first)).windows(tokens)
+        windows = windows[_order(len(windows), seed)[:rows]].long()
+        held = data.of_ids(torch.cat([first.expand(len(windows), -1), windows], 1))
     else:
-        held = {name: each[order] for name, each in found.items()}
+        held = {name: each[_order(len(each), seed)[:rows]] for name, each in found.items()}
     return data.cut(data.fitted(held), least)[:limit]
+
+
+def _order(many: int, seed: int) -> Tensor:
+    return torch.randperm(many, generator=torch.Generator().manual_seed(seed))

@@ -48,10 +48,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class Run:
-    """Hold tokens int[count] in the order of their text; `end` is the id behind every document, None without one."""
+    """Hold tokens int[count] in the order of their text.
+
+    end: the id behind every document, None without one. before: the ids that a tokenizer puts before a text.
+    """
 
     tokens: Tensor
     end: int | None = None
+    before: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Corpus:
 
     def mapped(self, path: Path) -> Run:
         """Return a .bin of tokens, uint16 or for a larger vocabulary uint32 (as nanoGPT writes it), or a byte text."""
-        width = self._width() if path.suffix == ".bin" else np.uint8
+        width = np.uint8 if path.suffix == ".txt" else np.uint16 if self.rows <= 1 << 16 else np.uint32
         size = path.stat().st_size
         if not size:
             raise self.data.bad("it is empty", "check the file")
@@ -102,7 +106,7 @@ class Corpus:
     def taken(self, tokens: Tensor) -> Run:
         """Return tokens int[count] that are there already."""
         self.check(tokens)
-        return Run(tokens, self._end if self.data.tokenizer else None)
+        return self._run(tokens)
 
     def check(self, tokens: Tensor) -> None:
         """Raise LnrewriteError LN022 where the model has no row for a token."""
@@ -115,7 +119,7 @@ class Corpus:
 
     def encoded(self, pieces: Iterable[Piece]) -> Run:
         """Return the tokens of documents, as many as are needed."""
-        width = np.dtype(np.uint8 if self.data.byte_level else self._width())
+        width = np.dtype(np.uint8 if self.data.byte_level else np.uint32)
         count = 0
         with tempfile.TemporaryFile() as file:
             for ids in self._documents(pieces):
@@ -128,10 +132,10 @@ class Corpus:
                 raise self.data.bad("it holds no text", "check the file")
             file.flush()
             held = np.memmap(file, dtype=width, mode="c", shape=(count,))
-        return Run(torch.from_numpy(held), None if self.data.byte_level else self._end)
+        return self._run(torch.from_numpy(held))
 
-    def _width(self) -> type[np.uint16 | np.uint32]:
-        return np.uint16 if self.rows <= 1 << 16 else np.uint32
+    def _run(self, tokens: Tensor) -> Run:
+        return Run(tokens, self._end, self._special[0]) if self.data.tokenizer else Run(tokens)
 
     def _documents(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
         """Yield runs of ids int64[count], documents one behind the other."""

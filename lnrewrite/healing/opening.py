@@ -14,6 +14,7 @@ from torch import Tensor
 from ..backends.inputs import Tensors, as_tensor, check_numbers
 from ..comparison.verifying import logits
 from ..data.batches import ARRAYS, Data
+from ..data.calibration import read_batches
 from ..data.corpus import FORMS, Corpus, Ready, Run
 from ..data.documents import is_document, pieces_in
 from ..errors import Code, LnrewriteError
@@ -149,9 +150,11 @@ def held_out_of(name: str, program: Program, how: Reading) -> list[Tensors]:
     if data.importable:
         return open_source(name, program, replace(how, rows=8)).held_out
     whole = data.file(FORMS).suffix in ARRAYS
-    found = None if data.byte_level and not whole else replace(corpus, need=ROWS * data.window).read(how.field)
-    if found is None or (whole and not isinstance(found, Run)):
-        return data.batches(how.seed, 1024 // 8)
+    if data.byte_level and not whole:
+        return read_batches(data, how.seed, 1024 // 8, field=how.field)
+    found = replace(corpus, need=ROWS * data.window).read(how.field)
+    if whole and not isinstance(found, Run):
+        return data.batches(1024 // 8)
     if not isinstance(found, Run):
         assert isinstance(found, dict)
         return chunks({n: t[:ROWS] for n, t in found.items()}, how.wide(program, data))
