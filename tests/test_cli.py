@@ -301,6 +301,7 @@ def test_models_that_cannot_be_converted(model: str, code: str) -> None:
         (["explain", "LN1O1"], "LN001", "did you mean LN1"),
         (["opt", TINY, "--passes", "fold-afine", "--dry-run"], "LN001", "did you mean fold-affine?"),
         (["opt", TINY, "--preset", "exacts", "--dry-run"], "LN001", "did you mean exact?"),
+        (["opt", TINY, "--passes", "inference", "--dry-run"], "LN001", "--preset inference"),
         (["opt", TINY, "--passes", "place{too=pre}", "--dry-run"], "LN003", "did you mean to?"),
         (["opt", TINY, "--passes", "place{to=pre", "--dry-run"], "LN002", "pass{option=value}"),
         (["convert", TINY, "--to", "pery", "-o", "x"], "LN003", "did you mean peri?"),

@@ -356,6 +356,16 @@ def test_run_applies_reports_and_leaves_the_program_alone(script: Any, caplog: p
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+def test_sites_that_a_pass_does_not_speak_of_are_counted_by_reason(script: Any) -> None:
+    rows = (("h.0", "done"), ("h.1", "done"))
+    result = script(lambda s, c: Proposal(not_applicable=(*rows, (s.name, f"no norm of {s.name}")))).run(machine())
+    lines = str(result.report).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("not applicable"))
+    assert lines[at] == f"not applicable: {len(result.report.not_applicable)}"
+    told = ["4      done", "one    no norm of one", "two    no norm of two"]
+    assert [line.split(maxsplit=1)[1] for line in lines[at + 2 :]] == told
+
+
 def test_without_edits_the_class_is_structural_and_nothing_is_measured(script: Any) -> None:
     before = machine()
     result = script(lambda stream, context: Proposal(not_applicable=((stream.name, "done"),))).run(before)

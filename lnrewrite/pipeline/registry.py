@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from .. import errors
 from ..errors import Code, LnrewriteError, UsageError, code_of_others
+from .presets import PRESETS
 from .protocols import Proposer
 
 GROUP = "lnrewrite.passes"
@@ -41,6 +42,9 @@ def find(name: str) -> type[Proposer]:
     if ":" in name:
         return _load(EntryPoint(name, name, GROUP), UsageError)
     claims = {entry.value: entry for entry in _entries() if entry.name == name}
+    if not claims and name in PRESETS:
+        remedy = f"--preset {name}, or Pipeline.preset({name!r})"
+        raise UsageError(Code.LN001, f"pass {name!r}", "it is a preset", remedy)
     if not claims:
         errors.unknown(Code.LN001, "pass", name, available())
     if len(claims) > 1:

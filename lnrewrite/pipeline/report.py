@@ -212,7 +212,7 @@ class Report:
         if self.not_applicable:
             yield ""
             yield f"not applicable: {len(self.not_applicable)}"
-            yield from _some(f"  {row.site}: {row.why}" for row in self.not_applicable)
+            yield from self._skipped()
 
     def _forms(self) -> Iterator[str]:
         """Yield a line for each form and each reason, with the number of norms; those left decomposed by name."""
@@ -228,6 +228,14 @@ class Report:
             shapes = ", ".join("x".join(map(str, shape)) for shape in self.proved.found.shapes_tried)
             yield ""
             yield f"proved     largest error {self.proved.found.max_rel:.2g} of the largest output, on inputs {shapes}"
+
+    def _skipped(self) -> Iterator[str]:
+        """Yield a line for each pass and each reason, with the number of sites, or the one site."""
+        sites = dict[tuple[str, str], list[str]]()
+        for row in self.not_applicable:
+            sites.setdefault((row.step, row.why), []).append(row.site)
+        rows = [(step, found[0] if len(found) == 1 else str(len(found)), why) for (step, why), found in sites.items()]
+        yield from aligned(("pass", "sites", "why"), rows, ("pass", "sites", "why"), "  ")
 
     def _expected(self) -> Iterator[str]:
         worst = sorted(self.sites, key=lambda s: -(s.error if s.error is not None else -1.0))
