@@ -27,7 +27,8 @@ from .files.output import SUFFIXES, check_output, output_named
 from .loading.identify import damaged, identify
 from .loading.open import Opened, open_module, tokenizer_of
 from .loading.source import Factory, Format, OpenOptions, Source
-from .models.program import Program, capture, check_finite, need_onnx
+from .models.checks import check_finite, need_onnx
+from .models.program import Program, capture
 from .pipeline.driver import Pipeline
 from .pipeline.job import Job, check_paths
 from .pipeline.protocols import Batch

@@ -12,7 +12,7 @@ from torch import nn
 from .api import export_source
 from .loading.identify import identify
 from .loading.source import Format, OpenOptions
-from .models.program import need_onnx
+from .models.checks import need_onnx
 from .pipeline.results import Json
 from .quiet import LOGGER
 

@@ -20,7 +20,7 @@ from ..loading.checkpoint import empty_model
 from ..loading.identify import listed
 from ..loading.source import Format, Source
 from ..loading.transformers import Tokenizer, tokenizer_in
-from ..models.program import check_values
+from ..models.checks import check_values
 from ..quiet import LOGGER
 from .shards import Stored
 from .stored import Store

@@ -22,7 +22,7 @@ from .options import Screen, options
 @options()
 def generate(folder: str, prompt: str, most: int, engine: str, threads: int | None, screen: Screen) -> None:
     """Continue PROMPT, greedily, with the model of FOLDER, which `export CHECKPOINT -o FOLDER` writes."""
-    from ..models.program import need_onnx
+    from ..models.checks import need_onnx
     from ..runtime.generating import generate as run
 
     need_onnx("generate")

@@ -21,7 +21,8 @@ from ..live.ports import children
 from ..live.rewriting import EXACT, ROUNDED, AsCaptured, carry_out, difference
 from ..live.saving import save_as_rewritten
 from ..live.undoing import all_or_nothing
-from ..models.program import Program, capture, check_finite
+from ..models.checks import check_finite
+from ..models.program import Program, capture
 from .config import HealingConfig
 from .pairing import Pair
 

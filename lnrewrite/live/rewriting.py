@@ -13,7 +13,8 @@ from ..backends.torch.module import Signature, signature_of, stored
 from ..comparison.verifying import proof
 from ..compat.torch import COMPILED
 from ..errors import Code, LnrewriteError, told
-from ..models.program import Program, check_finite
+from ..models.checks import check_finite
+from ..models.program import Program
 from ..pipeline.driver import Pipeline
 from ..pipeline.protocols import Batch
 from ..pipeline.report import Report

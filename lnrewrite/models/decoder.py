@@ -23,7 +23,8 @@ from ..compat.transformers import config_of
 from ..data.infer import infer_inputs, pictures_for
 from ..errors import Code, LnrewriteError
 from ..pipeline.protocols import Batch
-from .program import Program, check_finite
+from .checks import check_finite
+from .program import Program
 
 if TYPE_CHECKING:
     import onnx_ir as ir
