@@ -14,7 +14,7 @@ from ..compat.torch import pytree, tensors_in
 from ..errors import Code, LnrewriteError
 from ..pipeline.protocols import Batch
 from .outputs import Outputs, real
-from .torch.capture import quiet, unchanged
+from .torch.contexts import quiet, unchanged
 from .torch.module import brought
 from .torch.widened import Float64, doubled, in_float64
 

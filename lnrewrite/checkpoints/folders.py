@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..backends.torch.capture import capture_module, quiet
+from ..backends.torch.capture import capture_module
+from ..backends.torch.contexts import quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import CapturedModule, signature_of

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..backends.torch.capture import evaluating, from_program
+from ..backends.torch.capture import from_program
+from ..backends.torch.contexts import evaluating
 from ..data.corpus import Ready
 from ..data.infer import given_inputs, infer_inputs
 from ..errors import Code, LnrewriteError

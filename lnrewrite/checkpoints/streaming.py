@@ -12,7 +12,8 @@ import torch
 from ..backends.inputs import draw, spec_of
 from ..backends.rewriter import Rewriter
 from ..backends.running import Runnable
-from ..backends.torch.capture import Capture, evaluating, quiet
+from ..backends.torch.capture import Capture
+from ..backends.torch.contexts import evaluating, quiet
 from ..backends.torch.lift import parameter_names
 from ..backends.torch.module import stored
 from ..backends.torch.walk import Walk

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..backends.running import Runnable
-from ..backends.torch.capture import evaluating, quiet
+from ..backends.torch.contexts import evaluating, quiet
 from ..backends.torch.crossed import ENCODER, FIRST, HIDDEN, LATER, MASK, STATES
 from ..backends.torch.pictured import EMBEDDING, FEATURES, IMAGES, PIXELS, TEXT, VISION, Embedding
 from ..backends.torch.served import Flat, Part, going_round, is_past, sized, sizes_of

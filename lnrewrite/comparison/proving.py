@@ -16,7 +16,7 @@ import torch
 
 from ..backends.outputs import Outputs, apart
 from ..backends.running import numbers
-from ..backends.torch.capture import evaluating, quiet
+from ..backends.torch.contexts import evaluating, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.widened import Read, Widened, doubled

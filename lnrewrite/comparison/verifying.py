@@ -15,7 +15,7 @@ from torch import nn
 from ..backends.hiding import Shown
 from ..backends.outputs import Outputs, difference
 from ..backends.running import Runnable, as_runnable, floats, incomparable, numbers
-from ..backends.torch.capture import evaluating, quiet
+from ..backends.torch.contexts import evaluating, quiet
 from ..backends.torch.fixed import elsewhere, other_path
 from ..compat.torch import tensors_in
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean

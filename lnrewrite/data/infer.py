@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.inputs import draw_one
-from ..backends.torch.capture import dry
+from ..backends.torch.contexts import dry
 from ..compat.torch import Convolution
 from ..errors import Code, LnrewriteError, told
 from ..ir.inputs import Content, Input

@@ -13,7 +13,8 @@ from torch import nn
 from ..backends.inputs import Tensors
 from ..backends.outputs import apart
 from ..backends.running import as_runnable
-from ..backends.torch.capture import capture_module, evaluating
+from ..backends.torch.capture import capture_module
+from ..backends.torch.contexts import evaluating
 from ..backends.torch.module import CapturedModule, signature_of, stored
 from ..compat.torch import pytree, slots
 from ..errors import Code, LnrewriteError

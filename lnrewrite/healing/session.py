@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.inputs import Tensors
-from ..backends.torch.capture import evaluating
+from ..backends.torch.contexts import evaluating
 from ..data.batches import Data
 from ..errors import Code, UsageError
 from ..models.program import Program

@@ -16,7 +16,7 @@ from types import FunctionType
 import torch
 from torch import fx, nn
 
-from ..backends.torch.capture import dry, evaluating, quiet, unchanged
+from ..backends.torch.contexts import dry, evaluating, quiet, unchanged
 from ..backends.torch.module import Args, Called, Kwargs
 from ..compat.torch import TreeSpec, operator_name, pytree
 from ..detect.graph import OpGraph

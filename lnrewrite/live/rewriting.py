@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..backends.torch.capture import Capture, capture_module, evaluating, unchanged
+from ..backends.torch.capture import Capture, capture_module
+from ..backends.torch.contexts import evaluating, unchanged
 from ..backends.torch.module import Signature, signature_of, stored
 from ..comparison.verifying import proof
 from ..compat.torch import COMPILED

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..backends.hiding import Shown
-from ..backends.torch.capture import evaluating, quiet
+from ..backends.torch.contexts import evaluating, quiet
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.fixed import elsewhere, other_path
 from ..backends.torch.module import CapturedModule

@@ -15,7 +15,8 @@ from torch import nn
 from ..backends.inputs import resized, spec_of
 from ..backends.rewriter import Rewriter
 from ..backends.torch.archived import check_archivable, check_written, with_plain_outputs
-from ..backends.torch.capture import Capture, capture_module, export_again, quiet
+from ..backends.torch.capture import Capture, capture_module, export_again
+from ..backends.torch.contexts import quiet
 from ..backends.torch.editor import FxEditor
 from ..backends.torch.fixed import fixed_paths
 from ..backends.torch.lift import lift

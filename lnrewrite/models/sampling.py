@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from ..backends.hiding import Shown
-from ..backends.torch.capture import evaluating, quiet
+from ..backends.torch.contexts import evaluating, quiet
 from ..backends.torch.fixed import elsewhere, other_path
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.walk import Walk

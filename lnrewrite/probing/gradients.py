@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from ..backends.torch.capture import evaluating, quiet
+from ..backends.torch.contexts import evaluating, quiet
 from ..compat.torch import tensors_in
 from ..detect.graph import OpGraph
 from ..errors import LnrewriteError

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ..backends.hiding import Shown
-from ..backends.torch.capture import evaluating
+from ..backends.torch.contexts import evaluating
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.fixed import other_path
 from ..backends.torch.module import CapturedModule

@@ -19,7 +19,8 @@ from ...compat.torch import TreeSpec, input_tree, output_tree, pytree
 from ...detect.match import NormMatch
 from ...errors import Code, LnrewriteError, UsageError
 from ...ir import Kind, Norm
-from ..torch.capture import export_again, quiet
+from ..torch.capture import export_again
+from ..torch.contexts import quiet
 from ..torch.fixed import ASSERT
 from ..torch.lift import lift, parameter_names
 from ..torch.module import Args, CapturedModule, Kwargs, register, signature_of, stored

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...compat.exporters import NEEDED, fits
 from ...compat.transformers import config_of
 from ...errors import told
-from .capture import evaluating
+from .contexts import evaluating
 from .served import (
     BATCH,
     BEFORE,

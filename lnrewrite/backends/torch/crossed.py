@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...errors import told
 from .cached import check_cached
-from .capture import evaluating
+from .contexts import evaluating
 from .served import (
     BATCH,
     BEFORE,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat.torch import pytree
-from .capture import quiet
 from .computing import attribute, plainly, valued
+from .contexts import quiet
 from .module import CapturedModule
 from .widened import Read, in_float64, widest
 

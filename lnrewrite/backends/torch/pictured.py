@@ -22,7 +22,7 @@ from torch import Tensor
 from ...compat.torch import pytree
 from ...errors import told
 from .cached import CachedDecoder, cached
-from .capture import evaluating
+from .contexts import evaluating
 from .served import BATCH, NEW, Flat, Interface, Part, Sizes, no_cache, sizes_of
 
 VISION, EMBEDDING, TEXT = "vision", "embedding", "model"

@@ -16,7 +16,8 @@ from torch.export import Dim
 
 from ...compat.exporters import traced
 from ...errors import Code, LnrewriteError, told
-from .capture import Capture, evaluating, quiet
+from .capture import Capture
+from .contexts import evaluating, quiet
 from .fixed import on_any_path
 from .module import CapturedModule, signature_of, unlift
 
