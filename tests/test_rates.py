@@ -23,7 +23,7 @@ from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.distributed import World, local
 from lnrewrite.healing.losses import Measured, Mix, Objective, losses_of
 from lnrewrite.healing.participant import Participant
-from lnrewrite.healing.rates import FACTOR, NUDGE, SHARE, cautious, nudged, usual
+from lnrewrite.healing.rates import FACTOR, GAIN_RATE, NUDGE, SHARE, cautious, nudged, usual, usual_of_gains
 from lnrewrite.healing.snapshots import Snapshots
 from lnrewrite.healing.view import View
 from lnrewrite.models.program import Program
@@ -124,26 +124,28 @@ def test_a_rate_is_halved_where_that_is_worth_it(name: str) -> None:
     assert found == pytest.approx(best, abs=1e-6)
 
 
-def test_a_nudge_moves_every_matrix_and_is_taken_back(pair: Any) -> None:
+@pytest.mark.parametrize("gains", [False, True])
+def test_a_nudge_moves_every_matrix_or_gain_and_is_taken_back(pair: Any, gains: bool) -> None:
     view = View(pair[0].apply([], "test")[0])
     before = {n: p.detach().clone() for n, p in view.named_parameters()}
-    with nudged(view, 3):
+    with nudged(view, 3, gains):
         for name, p in view.named_parameters():
             moved = (p.detach() - before[name]).abs()
-            assert torch.allclose(moved, torch.full_like(p, NUDGE if p.dim() >= 2 else 0.0), atol=1e-6), name
-        ups = [(p > before[n]).flatten() for n, p in view.named_parameters() if p.dim() >= 2]
+            assert torch.allclose(moved, torch.full_like(p, NUDGE * ((p.dim() < 2) == gains)), atol=1e-6), name
+        ups = [(p > before[n]).flatten() for n, p in view.named_parameters() if (p.dim() < 2) == gains]
     assert all(0.4 < up.double().mean() < 0.6 for up in ups)
     least = min(map(len, ups))
     assert len({tuple(up[:least].tolist()) for up in ups}) == len(ups)  # each its own draw
     assert all(torch.equal(p, before[n]) for n, p in view.named_parameters())
 
 
-def test_a_nudge_of_a_shard_is_the_shard_of_the_nudge(pair: Any) -> None:
+@pytest.mark.parametrize("gains", [False, True])
+def test_a_nudge_of_a_shard_is_the_shard_of_the_nudge(pair: Any, gains: bool) -> None:
     """So that the rate that follows from it is the same on one process and on many."""
     program = pair[0]
     whole = Participant.of(program, World(0, 1, torch.device("cpu"))).view
     before = {n: p.detach().clone() for n, p in whole.named_parameters()}
-    with nudged(whole, 3):
+    with nudged(whole, 3, gains):
         moved = {n: p.detach() - before[n] for n, p in whole.named_parameters()}
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
@@ -154,7 +156,7 @@ def test_a_nudge_of_a_shard_is_the_shard_of_the_nudge(pair: Any) -> None:
             for name, p in one.named.items():
                 local(p).copy_(program.rows(name, world.piece(len(p))))
         held = {n: (local(p).detach(), local(p).detach().clone()) for n, p in view.named_parameters()}
-        with nudged(view, 3):
+        with nudged(view, 3, gains):
             for name, (now, was) in held.items():
                 assert torch.allclose(now - was, moved[name].chunk(2)[1], atol=1e-9), name
         assert all(torch.equal(now, was) for now, was in held.values())
@@ -162,11 +164,31 @@ def test_a_nudge_of_a_shard_is_the_shard_of_the_nudge(pair: Any) -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_gains_that_are_stiff_learn_slowly(pair: Any, text: str) -> None:
+    """The same function, its gains and biases a thousandth of what they were, their readers' weights as much more."""
+    teacher, student = pair
+    small, change = 1e-3, 1e3
+    gains, readers = dict[str, float](), dict[str, float]()
+    for _, site in (each for stream in student.network.streams for each in stream.sites()):
+        if site.readers and site.norm.gamma and site.norm.beta and not any(r.shared for r in site.readers):
+            gains |= {site.norm.gamma: small, site.norm.beta: small}
+            readers |= {r.param: change for r in site.readers}
+    assert len(gains) >= 4
+    stiff = student.remade(lambda name, t: t * (gains | readers).get(name, 1.0))
+    rates = [
+        (found := lnr.heal(teacher, each, text, **SMALL, control=False).report.recipe)["lr"] * found["gain_lr"]
+        for each in (student, stiff)
+    ]
+    assert 0 < rates[1] < 0.1 * rates[0]
+
+
 def test_the_usual_rate_grows_with_the_gap_and_falls_with_the_stiffness() -> None:
     assert usual(0.1, 0.02) > 2 * usual(0.02, 0.02) > 2 * usual(0.0, 0.02) > 0
     assert usual(0.1, 0.02) == pytest.approx(2 * usual(0.1, 0.08))
     # twice the harm that a nudge does is done by a step that is the root of two times as large
     assert usual(2.0 - 0.002, 1.0) == pytest.approx(SHARE * NUDGE * math.sqrt(2))
+    assert usual_of_gains(2.0 - 0.002, 1.0) == pytest.approx(NUDGE * math.sqrt(2))
+    assert usual_of_gains(2.0, 0.0) == GAIN_RATE  # a network without gains, too
 
 
 def test_the_teacher_leads_where_the_way_is_far_and_the_steps_are_few() -> None:
@@ -313,3 +335,18 @@ def test_rows_to_choose_rates_on_are_a_quarter_and_never_reported(sizes: list[in
         assert count == wanted
     else:
         assert {len(b["x"]) for b in [*chosen, *rest]} <= set(sizes)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "rows"),
+    [(1000, 16, 16), (1000, 60, 4), (1000, 100, 3), (1000, 128, 2), (200, 16, 12), (20, 16, 2)],
+)
+def test_a_step_has_more_rows_of_short_ones(pair: Any, tmp_path: Path, count: int, length: int, rows: int) -> None:
+    """A step of two rows of 16 tokens is all noise; but of few rows there are still some steps before all were seen."""
+    ids = torch.randint(256, (count, length), generator=torch.Generator().manual_seed(0))
+    torch.save({pair[0].spec.names[0]: ids}, tmp_path / "rows.pt")
+    how = {"tokens": 4 * rows * length, "control": False}
+    report = lnr.heal(*pair, str(tmp_path / "rows.pt"), **how).report
+    assert (report.recipe["batch_size"], report.recipe["steps"]) == (rows, 4)
+    asked = lnr.heal(*pair, str(tmp_path / "rows.pt"), tokens=3 * length, batch_size=3, control=False).report
+    assert (asked.recipe["batch_size"], asked.recipe["steps"]) == (3, 1)

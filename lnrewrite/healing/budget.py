@@ -17,6 +17,9 @@ FEWEST, ROWS, ENOUGH = 2, 4, 1000
 """Rows of a step: few enough for that many steps, within these bounds. Many small steps heal better than few large ones
 (demo:tinygpt, a per cent of its tokens: two rows better than four, and better than one)."""
 
+LONG = 128
+"""The tokens that such a row has at least; of shorter ones, a step has as many more."""
+
 TRIAL = 25
 """A trial takes one of so many parts of the budget."""
 
@@ -29,9 +32,9 @@ CHOOSING = 64
 
 @dataclass(frozen=True)
 class Wanted:
-    """Hold what is asked of the data before they are opened: the rows of a step, and about how many micro-batches."""
+    """Hold what is asked of the data: the rows of a micro-batch over all processes, and about how many of them."""
 
-    rows: int
+    micro: int
     batches: int
 
     @classmethod
@@ -39,11 +42,12 @@ class Wanted:
         """Return it for rows of about `window` tokens, shared by so many processes."""
         unit = config.accumulate * processes
         every = config.tokens / window if config.tokens else WINDOWS
-        usual = min(ROWS, max(FEWEST, every / ENOUGH))
+        more = max(1.0, LONG / window)
+        usual = more * min(ROWS, max(FEWEST, every / more / ENOUGH))
         several = every / config.steps if config.tokens and config.steps else usual
         rows = config.batch_size or max(1, round(several / unit)) * unit
         steps = max(config.steps or math.ceil(every / rows), config.local_steps)
-        return cls(rows, steps * config.accumulate)
+        return cls(rows // config.accumulate, steps * config.accumulate)
 
 
 def tokens_of(batch: Tensors) -> int:

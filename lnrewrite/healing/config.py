@@ -37,17 +37,18 @@ class HealingConfig:
     too; it anchors the logits, so it stays by default. control: train the teacher on the same tokens,
     on the task alone and before the student, which learns from it then.
 
-    batch_size: rows of a step over all processes, in `accumulate` micro-batches; None is a few. rehearse: this share of
-    all rows holds random tokens that the teacher expects at times, and there the student only copies it, so that what
-    the data lack does not drift (`Rehearsed`); a model that reads no tokens has none. lr: the peak learning rate of
-    AdamW, after `warmup` steps, then evenly down to nothing; a matrix that the conversion scaled learns at its rate
-    times that scale, in proportion to its size as before; None takes the usual one, which short trials may lower where
-    the tokens allow any (`RateTest`). gain_lr: the student's gains and biases learn so many times faster (moved norms
-    have to find new sizes); None makes their rate `GAIN_RATE`. control_lr: the rate of the control; None as for lr.
-    weight_decay: of matrices; gains and biases never decay (it harms output-norm gains: arXiv 2605.26895).
-    max_grad_norm: longer gradients are scaled down to it. bf16: run under autocast and, where many processes train,
-    gather and reduce in bfloat16. gradient_checkpointing: keep no activations inside a block. save_steps: steps between
-    checkpoints. seed: of the data's order and of what is random.
+    batch_size: rows of a step over all processes, in `accumulate` micro-batches; None is a few (`Wanted`).
+    rehearse: this share of all rows holds random tokens that the teacher expects at times, and there the student
+    only copies it, so that what the data lack does not drift (`Rehearsed`); a model that reads no tokens has none.
+    lr: the peak learning rate of AdamW, after `warmup` steps, then evenly down to nothing; a matrix that the
+    conversion scaled learns at its rate times that scale, in proportion to its size as before; None takes the usual
+    one, which short trials may lower where the tokens allow any (`RateTest`). gain_lr: the student's gains and
+    biases learn so many times faster (moved norms have to find new sizes); None takes the usual rate of theirs
+    (`usual_of_gains`). control_lr: the rate of the control; None as for lr. weight_decay: of matrices; gains and
+    biases never decay (it harms output-norm gains: arXiv 2605.26895). max_grad_norm: longer gradients are scaled
+    down to it. bf16: run under autocast and, where many processes train, gather and reduce in bfloat16.
+    gradient_checkpointing: keep no activations inside a block. save_steps: steps between checkpoints. seed: of the
+    data's order and of what is random.
     """
 
     tokens: int | None = None

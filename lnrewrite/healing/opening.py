@@ -24,6 +24,9 @@ from ..models.program import Program
 from .fused import IGNORED
 from .sources import LABELS, LOGITS, ROWS, WIDE, ArraySource, BatchSource, IterableSource, Windows, chunks
 
+LEAST = 16
+"""The batches that all rows make at least, where no number of rows was asked for."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -32,7 +35,7 @@ class Reading:
     rows: of a batch. length: tokens of a window cut from a text, None the model's. tokenizer: in place of the model's
     own. field: what holds the text of a document, in .jsonl, .parquet and mappings. batches: how many are asked for;
     of documents at most twice their tokens are read. processes: how many share what is measured. run: what runs the
-    model, else its module.
+    model, else its module. usual: the rows of a batch where each has so many tokens, else always `rows`.
     """
 
     rows: int
@@ -43,6 +46,15 @@ class Reading:
     batches: int = 0
     processes: int = 1
     run: Callable[[Tensors], object] | None = None
+    usual: Callable[[int], int] | None = None
+
+    def fitting(self, arrays: Tensors, program: Program) -> int:
+        """Return the rows of a batch of arrays: more of short ones, unless all together are few."""
+        ids = [t for n, t in arrays.items() if n in program.spec.vocabularies and t.dim() == 2]
+        if not ids or not self.usual:
+            return self.rows
+        most = len(ids[0]) // LEAST // self.processes * self.processes
+        return min(self.usual(ids[0].shape[1]), max(most, self.rows))
 
     def wide(self, program: Program, data: Data) -> int:
         """Return the rows of a batch that is only measured: of many logits, no more than a process can hold."""
@@ -129,8 +141,10 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
             check_numbers(spec, {name: found}, f"data {data.name!r}")
         else:
             corpus.check(found)
-        return ArraySource({name: found}, data, how.rows, wide, how.seed, lambda batch: data.fitted(batch[name]))
-    return ArraySource(fitted(found), data, how.rows, wide, how.seed)
+        rows = how.fitting({name: found}, program)
+        return ArraySource({name: found}, data, rows, wide, how.seed, lambda batch: data.fitted(batch[name]))
+    arrays = fitted(found)
+    return ArraySource(arrays, data, how.fitting(arrays, program), wide, how.seed)
 
 
 def labels_of(given: object, data: Data) -> Tensor:

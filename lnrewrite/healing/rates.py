@@ -22,7 +22,7 @@ from .training import Phase, Stopped, until_stopped
 from .view import View, ViewOutput
 
 GAIN_RATE = 0.012
-"""The learning rate of gains and biases: moved norms have to find new sizes, and a gain is about one."""
+"""The learning rate of gains and biases at most: moved norms have to find new sizes, and a gain is about one."""
 
 SHARE = 0.03
 """The usual rate, as a share of the random step of every weight that harms as much as the conversion did."""
@@ -94,12 +94,12 @@ class Harm:
         """Return how far a student is from its teacher."""
         return self._mean(lambda batch, _: (teacher.run(batch), student.run(batch)))
 
-    def nudged(self, one: Participant, seed: int) -> float:
-        """Return how far a network is from itself with every weight of its matrices `NUDGE` up or down."""
+    def nudged(self, one: Participant, seed: int, gains: bool = False) -> float:
+        """Return how far a network is from itself with every weight of its matrices, or gains, `NUDGE` up or down."""
 
         def both(batch: Tensors, index: int) -> tuple[ViewOutput, ViewOutput]:
             before = one.run(batch)
-            with nudged(one.view, number(seed, -2, index)):
+            with nudged(one.view, number(seed, -2, index), gains):
                 return before, one.run(batch)
 
         return self._mean(both)
@@ -115,31 +115,50 @@ class Harm:
 
 
 @contextmanager
-def nudged(view: View, seed: int) -> Iterator[None]:
-    """Move every weight of a view's matrices by `NUDGE`, of a random sign, and back; the same where it is sharded."""
-    matrices = {view.origin(n): p for n, p in view.named_parameters() if p.dim() >= 2}
-    here = {name: local(p).detach() for name, p in matrices.items()}
+def nudged(view: View, seed: int, gains: bool = False) -> Iterator[None]:
+    """Move every weight of a view's matrices by `NUDGE`, of a random sign, and back; the same where it is sharded.
+
+    gains: every gain and bias, in place of the matrices.
+    """
+    chosen = {view.origin(n): p for n, p in view.named_parameters() if (p.dim() < 2) == gains}
+    here = {name: local(p).detach() for name, p in chosen.items()}
     was = [tensor.clone() for tensor in here.values()]
     try:
         for name, tensor in here.items():
             draw = torch.Generator(tensor.device).manual_seed(number(seed, name))
-            shape = matrices[name].shape
+            shape = chosen[name].shape
             up = torch.randint(2, shape, generator=draw, dtype=torch.int8, device=tensor.device)
-            tensor.add_(part_of(up, matrices[name]).to(tensor.dtype).mul_(2).sub_(1), alpha=NUDGE)
+            tensor.add_(part_of(up, chosen[name]).to(tensor.dtype).mul_(2).sub_(1), alpha=NUDGE)
         yield
     finally:
         for tensor, value in zip(here.values(), was, strict=True):
             tensor.copy_(value)
 
 
+def harmful(gap: float, stiffness: float) -> float:
+    """Return how large a random step harms as much as the conversion did: harm grows with its square.
+
+    gap: how far the student is from its teacher (`Harm.between`). stiffness: how far a network is from itself nudged.
+    """
+    return NUDGE * math.sqrt((gap + LEAST) / max(stiffness, 1e-9))
+
+
 def usual(gap: float, stiffness: float) -> float:
     """Return the rate at which a network usually learns best: in proportion to how far it has to go.
 
-    gap: how far the student is from its teacher (`Harm.between`). stiffness: how far the teacher is from itself nudged.
-    Harm grows with the square of a random step, so the conversion harmed as a step of NUDGE sqrt(gap / stiffness) does.
-    On demo:tinygpt and another model this is within a factor of 1.7 of the best of a grid, for each placement.
+    stiffness: of the teacher. On demo:tinygpt and another model this is within a factor of 1.7 of the best of a grid,
+    for each placement.
     """
-    return SHARE * NUDGE * math.sqrt((gap + LEAST) / max(stiffness, 1e-9))
+    return SHARE * harmful(gap, stiffness)
+
+
+def usual_of_gains(gap: float, stiffness: float) -> float:
+    """Return the rate of gains and biases: `GAIN_RATE`, or a step that harms as much as the conversion did.
+
+    stiffness: of the student's gains. They belong to no matrix whose size theirs follows, and may be hundreds of times
+    as stiff in one model as in another: all-MiniLM-L6-v2 as Pre-LN was made worse at `GAIN_RATE`.
+    """
+    return min(GAIN_RATE, harmful(gap, stiffness))
 
 
 def settled(steps: int) -> float:

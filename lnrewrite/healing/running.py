@@ -25,7 +25,7 @@ from .living import LivingStudent, device_of
 from .losses import Measured, Mix, Objective, losses_of
 from .pairing import Pair, grown, trained
 from .participant import Participant
-from .rates import GAIN_RATE, Harm, Rates, RateTest, settled, usual
+from .rates import Harm, Rates, RateTest, settled, usual, usual_of_gains
 from .rehearsal import Rehearsed, known
 from .report import HealingReport, picture
 from .snapshots import Snapshots
@@ -205,7 +205,7 @@ class Healing:
         lr = config.lr if teacher else config.control_lr
         share = settled(max(self.budget.steps(0), config.local_steps))
         lr = lr or share * self.usual_rate(student, teacher)
-        gain_lr = (config.gain_lr or share * GAIN_RATE / lr) if teacher else 1.0
+        gain_lr = (config.gain_lr or share * self.usual_gain_rate(student) / lr) if teacher else 1.0
         found = Phase(name, 0, student, teacher, self.objective, mix, config, trained, sizes, lr, gain_lr)
         if self.tapering and name == "global":
             found = replace(found, tapers=self.tapering.tapers, last=self.tapering.last)
@@ -215,6 +215,11 @@ class Healing:
         """Return the rate that is usual for a student or, without a teacher, for a control."""
         stiffness = Harm(self.objective, self.source, self.world).nudged(teacher or student, self.config.seed)
         return usual(self.gap if teacher else 0.0, stiffness)
+
+    def usual_gain_rate(self, student: Participant) -> float:
+        """Return the rate that is usual for the gains and biases of a student."""
+        harm = Harm(self.objective, self.source, self.world)
+        return usual_of_gains(self.gap, harm.nudged(student, self.config.seed, gains=True))
 
     def chosen(self, phase: Phase) -> Rates:
         """Return the rates for a phase, and keep them in the log: a run that goes on has them from there."""

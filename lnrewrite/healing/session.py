@@ -137,10 +137,9 @@ class _Given:
         watched = Participant.of(teacher, world, plan.bf16)
         data = Data.of(teacher, self.data if isinstance(self.data, str) else "data", self.length)
         wanted = Wanted.of(plan, data.window, world.size)
-        micro = wanted.rows // plan.accumulate
         reads = tokenizer_named(self.tokenizer)
-        how = (micro, self.length, plan.seed, reads, self.field, wanted.batches, world.size)
-        reading = Reading(*how, run=watched.outputs)
+        how = (wanted.micro, self.length, plan.seed, reads, self.field, wanted.batches, world.size)
+        reading = Reading(*how, run=watched.outputs, usual=lambda each: Wanted.of(plan, each, world.size).micro)
         source: BatchSource = open_source(self.data, teacher, reading)
         held, kept = divided(source.held_out, all(0 in each.free for each in teacher.spec))
         if self.held_out:
