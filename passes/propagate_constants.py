@@ -55,7 +55,7 @@ class PropagateConstants(Pass):
         """Propose one edit for each value that is stored, and for each gate that is 0 or 1; once for all streams."""
         edits, refusals = list[Edit](), list[Refusal]()
         if stream.width:
-            return Proposal(otherwise="it is no computed weight")
+            return Proposal(otherwise="it is not a computed weight")
         target = stream.blocks[0].name
         for node in context.network.computed:
             try:
@@ -65,7 +65,7 @@ class PropagateConstants(Pass):
                 refusals.append(Refusal(Code.LN105, node, f"it does not run by itself: {error.why}", error.remedy))
         dropped = {g.node: g for g in context.network.gates if _idle(g, context)}
         edits += [Edit(target, (Bypass(g.node, g.kept),), note=f"{g.by} is {g.idle:g}") for g in dropped.values()]
-        return Proposal(tuple(edits), refusals=tuple(refusals), otherwise="it is no computed weight")
+        return Proposal(tuple(edits), refusals=tuple(refusals), otherwise="it is not a computed weight")
 
 
 def _idle(gate: Gate, context: Context) -> bool:

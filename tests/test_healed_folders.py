@@ -190,3 +190,19 @@ def test_a_file_comes_out_of_folders_too(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "healed.pt2"
     ok("heal", made / "llama", converted(made, "llama", "peri"), "--data", made / "d.jsonl", *HOW, "-o", out, "-q")
     assert out.is_file() and lnr.load(out).inspect()["placement"] == "peri"
+
+
+def test_a_buffer_that_is_stored_among_the_weights_is_read(tmp_path: Path) -> None:
+    """BART's final_logits_bias: the network's own is on the meta device while its weights lie on the disk."""
+    model = zoo.bart()
+    model.save_pretrained(tmp_path / "bart")
+    ok("convert", tmp_path / "bart", "--to", "pre", "-o", tmp_path / "pre", "-q")
+    draw = torch.Generator().manual_seed(0)
+    ids = {name: torch.randint(3, 40, (40, 8), generator=draw) for name in ("input_ids", "decoder_input_ids")}
+    torch.save(ids, tmp_path / "d.pt")
+    how = ("--data", tmp_path / "d.pt", "--steps", 2, "-o", tmp_path / "healed", "--json")
+    report = json.loads(ok("heal", tmp_path / "bart", tmp_path / "pre", *how).stdout)
+    assert report["losses"]["healed"]["mean"] < 1e-9
+    healed, trust = tmp_path / "healed", {"trust_remote_code": True}
+    again = transformers.AutoModelForSeq2SeqLM.from_pretrained(healed, **trust)
+    assert torch.equal(again.final_logits_bias, model.final_logits_bias)

@@ -182,12 +182,34 @@ def test_gains_that_are_stiff_learn_slowly(pair: Any, text: str) -> None:
     assert 0 < rates[1] < 0.1 * rates[0]
 
 
+def test_a_student_that_is_near_is_left_there() -> None:
+    """Without targets new data ask for nothing that a teacher does not say: a healing has the gap to close, or none."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(16) for _ in range(3))
+            self.maps = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for norm, linear in zip(self.norms, self.maps, strict=True):
+                x = x + linear(norm(x).relu())
+            return x
+
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(4, 10, 16)} for _ in range(40)]
+    teacher = lnr.capture(Net(), kwargs=data[0])
+    near = teacher.remade(lambda _, t: t * (1 + 1e-4 * torch.randn_like(t)))
+    losses = lnr.heal(teacher, near, data, steps=100).report.losses
+    assert losses["healed"]["mean"] < 1.5 * losses["converted"]["mean"]
+
+
 def test_the_usual_rate_grows_with_the_gap_and_falls_with_the_stiffness() -> None:
-    assert usual(0.1, 0.02) > 2 * usual(0.02, 0.02) > 2 * usual(0.0, 0.02) > 0
+    assert usual(0.1, 0.02) > 2 * usual(0.02, 0.02) > 4 * usual(0.002, 0.02) > 0
     assert usual(0.1, 0.02) == pytest.approx(2 * usual(0.1, 0.08))
     # twice the harm that a nudge does is done by a step that is the root of two times as large
-    assert usual(2.0 - 0.002, 1.0) == pytest.approx(SHARE * NUDGE * math.sqrt(2))
-    assert usual_of_gains(2.0 - 0.002, 1.0) == pytest.approx(NUDGE * math.sqrt(2))
+    assert usual(2.0, 1.0) == pytest.approx(SHARE * NUDGE * math.sqrt(2))
+    assert usual_of_gains(2.0, 1.0) == pytest.approx(NUDGE * math.sqrt(2))
     assert usual_of_gains(2.0, 0.0) == GAIN_RATE  # a network without gains, too
 
 

@@ -115,6 +115,22 @@ def looked_at(at: Path) -> Any:
     return kept.stored_program(source) or load_source(source)
 
 
+def test_a_buffer_that_is_stored_is_read_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what a network without weights makes of it; the outputs are the model's."""
+    model = zoo.bart()
+    model.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(kept, "LARGE", 0)
+    program = looked_at(tmp_path / "model")
+    assert isinstance(program, streaming.StoredProgram)
+    assert torch.equal(program.read("final_logits_bias"), model.final_logits_bias)
+    given = program.synthetic(0)[0]
+    with torch.no_grad():
+        wanted = model(**given, use_cache=False).logits
+    assert torch.allclose(program.call(given).logits, wanted, atol=1e-5)
+    report = lnr.rewrite_file(tmp_path / "model", "place{to=pre}", tmp_path / "pre", partial=True)
+    assert report.edits and torch.equal(weights(tmp_path / "pre")["final_logits_bias"], model.final_logits_bias)
+
+
 @pytest.mark.parametrize("dtype", rows(["float32", "bfloat16"], sample=["float32"]))
 def test_folders_are_compared_and_inspected_from_disk(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,11 +21,12 @@ Edits = tuple[tuple[int | None, Change], ...]
 class Store:
     """Hold where parameters lie on disk, and the changes that they have yet to go through.
 
-    files: where each parameter is, by its first name. held: tensors that are in no file.
+    files: where each parameter is, by its first name. held: tensors that are in no file; what is in one is as it is
+    there, whatever a network without weights made of a buffer.
     """
 
     def __init__(self, files: Mapping[str, Stored], held: Mapping[str, torch.Tensor]) -> None:
-        self.files, self.held = dict(files), dict(held)
+        self.files, self.held = dict(files), {name: value for name, value in held.items() if name not in files}
         self.edits: dict[str, Edits] = {}
 
     def fork(self) -> Store:

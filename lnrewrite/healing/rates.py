@@ -27,8 +27,9 @@ GAIN_RATE = 0.012
 SHARE = 0.03
 """The usual rate, as a share of the random step of every weight that harms as much as the conversion did."""
 
-LEAST = 0.002
-"""The harm that a model is taken to have suffered at least, in nats: what new data ask for; all of a control's."""
+LEAST, NONE = 0.002, 1e-9
+"""The harm that a model is taken to have suffered at least, in nats: what new data ask for, all of a control's; and
+where they ask for nothing, as they hold no targets, so that a model that is near its teacher is left there."""
 
 NUDGE = 0.003
 """The random step that is measured: small enough that harm grows with its square, large enough to be seen."""
@@ -138,9 +139,10 @@ def nudged(view: View, seed: int, gains: bool = False) -> Iterator[None]:
 def harmful(gap: float, stiffness: float) -> float:
     """Return how large a random step harms as much as the conversion did: harm grows with its square.
 
-    gap: how far the student is from its teacher (`Harm.between`). stiffness: how far a network is from itself nudged.
+    gap: how far the student is from where it is to be (`Harm.between`, and `LEAST`). stiffness: how far a network is
+    from itself nudged.
     """
-    return NUDGE * math.sqrt((gap + LEAST) / max(stiffness, 1e-9))
+    return NUDGE * math.sqrt(gap / max(stiffness, 1e-9))
 
 
 def usual(gap: float, stiffness: float) -> float:
@@ -197,7 +199,7 @@ class RateTest:
             rows.append(self.snapshots.before.get((each.name, number)) or self.trial(each, number))
             return math.inf if rows[-1]["held_out"] is None else float(rows[-1]["held_out"])
 
-        found = at(cautious(loss_at, phase.lr, WORTH * (gap + LEAST)))
+        found = at(cautious(loss_at, phase.lr, WORTH * gap))
         if self.world.first:
             LOGGER.info(f"{phase.name}: learning rate {found.lr:.2e}, from {len(rows)} trials of {self.steps} steps")
         return Rates(found.lr, found.gain_lr, len(rows), sum(row["tokens"] for row in rows))

@@ -25,7 +25,7 @@ from .living import LivingStudent, device_of
 from .losses import Measured, Mix, Objective, losses_of
 from .pairing import Pair, grown, trained
 from .participant import Participant
-from .rates import Harm, Rates, RateTest, settled, usual, usual_of_gains
+from .rates import LEAST, NONE, Harm, Rates, RateTest, settled, usual, usual_of_gains
 from .rehearsal import Rehearsed, known
 from .report import HealingReport, picture
 from .snapshots import Snapshots
@@ -214,12 +214,17 @@ class Healing:
     def usual_rate(self, student: Participant, teacher: Participant | None) -> float:
         """Return the rate that is usual for a student or, without a teacher, for a control."""
         stiffness = Harm(self.objective, self.source, self.world).nudged(teacher or student, self.config.seed)
-        return usual(self.gap if teacher else 0.0, stiffness)
+        return usual(self.way(teacher), stiffness)
 
     def usual_gain_rate(self, student: Participant) -> float:
         """Return the rate that is usual for the gains and biases of a student."""
         harm = Harm(self.objective, self.source, self.world)
-        return usual_of_gains(self.gap, harm.nudged(student, self.config.seed, gains=True))
+        return usual_of_gains(self.way(self.teacher), harm.nudged(student, self.config.seed, gains=True))
+
+    def way(self, teacher: Participant | None) -> float:
+        """Return how far a student, or without a teacher a control, has to go: to it, and for what the data ask."""
+        least = LEAST if self.objective.has_task(self.measured[0]) else NONE
+        return least + (self.gap if teacher else 0.0)
 
     def chosen(self, phase: Phase) -> Rates:
         """Return the rates for a phase, and keep them in the log: a run that goes on has them from there."""
@@ -236,8 +241,8 @@ class Healing:
         if asked or not self.budget.trial:
             return Rates(phase.lr, phase.gain_lr)
         follow = not phase.teacher or self.config.gain_lr is not None
-        source, gap = self.rehearsed(phase), self.gap if phase.teacher else 0.0
-        return RateTest(source, self.held, self.budget.trial, self.snapshots, self.world).choose(phase, follow, gap)
+        test = RateTest(self.rehearsed(phase), self.held, self.budget.trial, self.snapshots, self.world)
+        return test.choose(phase, follow, self.way(phase.teacher))
 
     def train(self, phase: Phase, steps: int) -> None:
         """Run a phase for so many steps."""

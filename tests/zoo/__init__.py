@@ -78,6 +78,20 @@ def program(name: str, depth: int = 2) -> Program:
     return captured(name, depth)[0]
 
 
+def bart() -> nn.Module:
+    """Return a small BART, which has a buffer among its weights: final_logits_bias."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {"d_model": 16, "vocab_size": 40, "max_position_embeddings": 32}
+    sizes |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 32))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(BartConfig(**sizes, **heads)).eval()
+    with torch.no_grad():
+        model.final_logits_bias.normal_()
+    return model
+
+
 def short_gpt() -> nn.Module:
     """Return the first two layers of demo:tinygpt, whose head still reads what they write."""
     model = lnr.demo.load("tinygpt")
