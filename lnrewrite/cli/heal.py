@@ -119,7 +119,7 @@ def heal(
         tokenizer_named(tokenizer)
         check_device(how.device)
         folder = run or f"{target}.run"
-        for path in read:
+        for path in (*read, target):
             check_apart(Path(folder), path, str(path))
         check_run(Path(folder), resume, force)
         stages = tuple(order.split(",")) if order else ()

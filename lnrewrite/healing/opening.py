@@ -48,7 +48,7 @@ class Reading:
     run: Callable[[Tensors], object] | None = None
     usual: Callable[[int], int] | None = None
 
-    def fitting(self, arrays: Tensors, program: Program) -> int:
+    def rows_for(self, arrays: Tensors, program: Program) -> int:
         """Return the rows of a batch of arrays: more of short ones, unless all together are few."""
         ids = [t for n, t in arrays.items() if n in program.spec.vocabularies and t.dim() == 2]
         if not ids or not self.usual:
@@ -103,21 +103,7 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
     data, spec = corpus.data, program.spec
     wide = how.wide(program, data)
 
-    labeled = list[bool]()
-
-    def fitted(batch: object) -> Tensors:
-        held = dict(batch) if isinstance(batch, Mapping) else batch
-        if isinstance(held, tuple | list) and len(held) == len(spec.names) + 1 and LABELS not in spec.names:
-            held = dict(zip((*spec.names, LABELS), held, strict=True))  # (inputs, labels), as loaders give them
-        extra = {}
-        has = isinstance(held, dict) and LABELS in held
-        labeled.extend([has] if not labeled else [])
-        if labeled[0] != has:
-            raise data.bad("some of its batches hold labels, and others none", "give labels with all or with none")
-        if isinstance(held, dict) and LABELS in held and LABELS not in spec.names:
-            extra = {LABELS: labels_of(held.pop(LABELS), data)}
-        return data.fitted(held) | extra
-
+    fitted = fitting(data, program)
     if not isinstance(given, str) or data.importable:
         items = _again(given) if not isinstance(given, str) else data.imported
         first, walk = _peeked(items)
@@ -143,10 +129,30 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
             check_numbers(spec, {name: found}, f"data {data.name!r}")
         else:
             corpus.check(found)
-        rows = how.fitting({name: found}, program)
+        rows = how.rows_for({name: found}, program)
         return ArraySource({name: found}, data, rows, wide, how.seed, lambda batch: data.fitted(batch[name]))
     arrays = fitted(found)
-    return ArraySource(arrays, data, how.fitting(arrays, program), wide, how.seed)
+    return ArraySource(arrays, data, how.rows_for(arrays, program), wide, how.seed)
+
+
+def fitting(data: Data, program: Program) -> Callable[[object], Tensors]:
+    """Return what makes a batch of what files and iterables hold: inputs as the model takes them, and labels."""
+    spec, labeled = program.spec, list[bool]()
+
+    def fitted(batch: object) -> Tensors:
+        held = dict(batch) if isinstance(batch, Mapping) else batch
+        if isinstance(held, tuple | list) and len(held) == len(spec.names) + 1 and LABELS not in spec.names:
+            held = dict(zip((*spec.names, LABELS), held, strict=True))  # (inputs, labels), as loaders give them
+        extra = {}
+        has = isinstance(held, dict) and LABELS in held
+        labeled.extend([has] if not labeled else [])
+        if labeled[0] != has:
+            raise data.bad("some of its batches hold labels, and others none", "give labels with all or with none")
+        if isinstance(held, dict) and LABELS in held and LABELS not in spec.names:
+            extra = {LABELS: labels_of(held.pop(LABELS), data)}
+        return data.fitted(held) | extra
+
+    return fitted
 
 
 def labels_of(given: object, data: Data) -> Tensor:
@@ -170,7 +176,7 @@ def held_out_of(name: str, program: Program, how: Reading) -> list[Tensors]:
         return read_batches(data, how.seed, 1024 // 8, field=how.field)
     found = replace(corpus, need=ROWS * data.window).read(how.field)
     if whole and not isinstance(found, Run):
-        return data.batches(1024 // 8)
+        return data.cut(fitting(data, program)(found), 1)[: 1024 // 8]
     if not isinstance(found, Run):
         assert isinstance(found, dict)
         return chunks({n: t[:ROWS] for n, t in found.items()}, how.wide(program, data))

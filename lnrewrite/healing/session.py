@@ -146,7 +146,7 @@ class _Given:
             kept = held_out_of(self.held_out, teacher, reading)
         data.check_run(watched.outputs, kept[0])
         objective = replace(Objective.of(teacher, kept[0], watched.outputs), end=source.end)
-        if objective.ids and Early.lies(kept[0], objective.ids):
+        if objective.ids and any(Early.lies(batch, objective.ids) for batch in (kept[0], source.batch(0))):
             source, held, kept = Early(source), *([Early.moved(b) for b in each] for each in (held, kept))
         if objective.has_task(kept[0]) and not any(objective.count(batch) for batch in kept):
             raise data.bad("what is held out of it has no targets", "give more of it, or --held-out")

@@ -226,7 +226,9 @@ class Early(BatchSource):
 
     @staticmethod
     def moved(batch: Tensors) -> Tensors:
-        """Return a batch whose labels stand where they are predicted."""
+        """Return a batch whose labels, where it has any, stand where they are predicted."""
+        if LABELS not in batch:
+            return batch
         return batch | {LABELS: F.pad(batch[LABELS][:, 1:], (0, 1), value=IGNORED)}
 
     def rows_of(self, index: int) -> int:
