@@ -183,7 +183,7 @@ def test_what_is_read_is_never_written_over(place: str, tmp_path: Path, monkeypa
     (data / "rows.jsonl").write_text(json.dumps({"text": "a"}))
     before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
     asked = ["teacher", "student", "--data", str(data / "rows.jsonl"), "--force"]
-    for more in (["-o", place], ["-o", "out", "--run", place]):
+    for more in (["-o", place], *(["-o", "out", "--run", at] for at in (place, "out", "out/run"))):
         fails("LN025", 1, "heal", *asked, *more)
     assert sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()) == before
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import Code, LnrewriteError, UsageError
-from ..files.output import SUFFIXES, check_apart, check_folder, named_path
+from ..files.output import SUFFIXES, check_apart, check_folder, check_outside, named_path
 from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions, Source
 from ..quiet import LOGGER
@@ -119,8 +119,9 @@ def heal(
         tokenizer_named(tokenizer)
         check_device(how.device)
         folder = run or f"{target}.run"
-        for path in (*read, target):
+        for path in read:
             check_apart(Path(folder), path, str(path))
+        check_outside(Path(folder), target, f"what is to be written, {target}")
         check_run(Path(folder), resume, force)
         stages = tuple(order.split(",")) if order else ()
         config = HealingConfig(**asked, seed=how.seed, stages=stages, control=not no_control)

@@ -111,6 +111,12 @@ def check_apart(target: Path, source: Path, what: str = "the source") -> None:
     if there and home.is_relative_to(real):
         verb = "is" if home == real and what != "the source" else "holds"
         raise LnrewriteError(Code.LN025, str(target), f"it {verb} {what}", "choose another name")
+    check_outside(target, source, what)
+
+
+def check_outside(target: Path, source: Path, what: str) -> None:
+    """Raise LnrewriteError LN025 where what is to be written is another path, or would lie in it."""
+    real, home = (Path(os.path.realpath(path)) for path in (target, source))
     if real.is_relative_to(home):
         place = "the source folder" if what == "the source" else what
         raise LnrewriteError(Code.LN025, str(target), f"it would lie in {place}", "choose another place")
