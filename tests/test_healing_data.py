@@ -129,6 +129,10 @@ def test_parameters_that_take_no_gradient_stay(pair: Any) -> None:
     for name in frozen:
         student.get_parameter(name).requires_grad_(False)
     before = {n: p.detach().clone() for n, p in student.named_parameters()}
+    for degrees in ({"progressive": True}, {"drop_final": True}):
+        with pytest.raises(lnr.LnrewriteError, match="LN602.*takes no gradient"):
+            lnr.heal(module, student, batches, kwargs=batches[0], **FEW, **degrees)
+    assert all(torch.equal(before[n], p) for n, p in student.named_parameters())
     found = lnr.heal(module, student, batches, kwargs=batches[0], **FEW)
     moved = {n for n, p in found.module.named_parameters() if not torch.equal(before[n], p)}
     assert moved and moved.isdisjoint(frozen)

@@ -60,6 +60,14 @@ def frozen_in(model: Program | nn.Module) -> Sequence[str]:
     return [n for n, p in model.named_parameters() if p.is_floating_point() and not p.requires_grad]
 
 
+def check_frozen(frozen: Sequence[str], plan: HealingConfig) -> None:
+    """Raise LnrewriteError LN602 where parameters that stay would be those of the teacher, or take in a norm."""
+    if frozen and (plan.progressive or plan.drop_final):
+        why = "it takes no gradient and is to stay; norms that move by degrees start at the teacher, and end in weights"
+        remedy = "omit progressive and drop_final, or let it learn (requires_grad_())"
+        raise LnrewriteError(Code.LN602, frozen[0], why, remedy)
+
+
 @dataclass(frozen=True)
 class LivingStudent:
     """Hold a student that is a module in Python, and what the healed network is made from.

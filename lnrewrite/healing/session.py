@@ -24,7 +24,7 @@ from ..quiet import LOGGER
 from .budget import Budget, Wanted, divided
 from .config import HealingConfig
 from .distributed import World
-from .living import LivingStudent, frozen_in, program_of
+from .living import LivingStudent, check_frozen, frozen_in, program_of
 from .losses import Mix, Objective
 from .opening import Reading, held_out_of, open_source, tokenizer_named
 from .outputs import FileOutput, Output, output_named
@@ -97,7 +97,7 @@ def heal(
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
         place = world.device if world.size == 1 else None  # of many, each holds its parts there and no more
-        frozen = frozen_in(student)
+        check_frozen(frozen := frozen_in(student), plan)
         programs = [program_of(model, kwargs, place) for model in (teacher, student)]
         for program in programs:
             stack.enter_context(evaluating(program.module()))
