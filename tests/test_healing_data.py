@@ -236,3 +236,12 @@ def test_float16_weights_are_refused_before_training(pair: Any) -> None:
     half = lnr.convert(copy.deepcopy(module).half(), "peri", kwargs=batches[0], live=True)
     with pytest.raises(lnr.LnrewriteError, match="LN602.*float16"):
         lnr.heal(teacher, half, batches, kwargs=batches[0], **FEW)
+
+
+def test_a_run_that_never_began_leaves_none(pair: Any, tmp_path: Path) -> None:
+    """What is refused before the training is asked for again with other options, in the same folder."""
+    _, (teacher, student), batches = pair
+    how = {**FEW, "run": tmp_path / "run", "progressive": True}
+    with pytest.raises(lnr.LnrewriteError, match="LN004"):
+        lnr.heal(teacher, student, batches, **how, stages=("mpl",))
+    assert lnr.heal(teacher, student, batches, **how, stages=("mlp",)).report.losses["healed"]

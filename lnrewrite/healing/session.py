@@ -155,7 +155,7 @@ class _Given:
         mix = mix_of(plan, objective.has_task(kept[0]))
         asked = self.asked(pair, [*kept, source.batch(0)], world)
         snapshots = Snapshots(Path(folder), world, asked, self.resume, self.restart)
-        stack.callback(snapshots.leave)
+        stack.push(snapshots.leave)
         return Healing(pair, watched, source, held, kept, budget, plan, world, snapshots, objective, mix)
 
     def asked(self, pair: Pair, batches: Sequence[Tensors], world: World) -> Json:

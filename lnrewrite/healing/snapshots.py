@@ -179,12 +179,18 @@ class Snapshots:
             self._clear()
             (self.folder / "run.json").unlink(missing_ok=True)
 
-    def leave(self) -> None:
-        """Release the folder to others, when nothing is being written there any more."""
+    def leave(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        """Release the folder to others, when nothing is being written there any more.
+
+        kind: of the error that ends the run; one that was refused before it began is none to go on with.
+        """
         if self.pending is not None:
             with suppress(Exception, CheckpointException):
                 self.pending[0].result()
         if self.lock is not None:
+            refused = kind is not None and issubclass(kind, LnrewriteError)
+            if refused and [path.name for path in self.folder.iterdir()] == ["run.json"]:
+                (self.folder / "run.json").unlink()
             os.close(self.lock)
 
     def _clear(self) -> None:
