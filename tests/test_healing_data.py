@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -245,3 +246,13 @@ def test_a_run_that_never_began_leaves_none(pair: Any, tmp_path: Path) -> None:
     with pytest.raises(lnr.LnrewriteError, match="LN004"):
         lnr.heal(teacher, student, batches, **how, stages=("mpl",))
     assert lnr.heal(teacher, student, batches, **how, stages=("mlp",)).report.losses["healed"]
+
+
+@pytest.mark.parametrize("where", ["data", "held_out"])
+def test_one_number_is_no_data(where: str, pair: Any, tmp_path: Path) -> None:
+    _, (teacher, student), _ = pair
+    np.save(tmp_path / "one.npy", np.int64(3))
+    np.save(tmp_path / "rows.npy", np.arange(480).reshape(40, 12) % 60)
+    given = {"data": str(tmp_path / "rows.npy"), "held_out": None} | {where: str(tmp_path / "one.npy")}
+    with pytest.raises(lnr.LnrewriteError, match="LN022.*one.npy.*axes"):
+        lnr.heal(teacher, student, **given, **FEW)

@@ -96,16 +96,13 @@ class Kept:
         found = StoredProgram(taken, self.store, format=self.source.format, tokenizer=self.tokenizer)
         for name in {str(n.target) for n in taken.module.graph.find_nodes(op="get_attr")}:
             held, first = stored(taken.module, name), found.names.get(name, name)
-            if held is None or not held.is_meta:
+            there = first in self.store.files
+            if held is None or not held.is_meta or (there and isinstance(held, torch.nn.Parameter)):
                 continue
-            where = self.store.files.get(first)
-            if where is not None and isinstance(held, torch.nn.Parameter):
-                continue
-            if where is None and first not in self.store.held:
+            if not there and first not in self.store.held:
                 return None
             path, _, leaf = name.rpartition(".")
-            value = self.store.held[first] if where is None else where.read().to(held.dtype)  # buffers are small
-            setattr(taken.module.get_submodule(path), leaf, value)
+            setattr(taken.module.get_submodule(path), leaf, self.store.read(first).to(held.dtype))  # buffers are small
         return found
 
 

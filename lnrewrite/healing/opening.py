@@ -120,10 +120,10 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
             other = "see each other: the model takes no positions that part them"
             windows.notes = (f"documents of a window {'do not see each other' if data.end is not None else other}",)
         return windows
-    if isinstance(found, Tensor) and not found.dim():
-        raise data.bad("it holds one number", "give tokens [count], or rows [count, length]")
     alone = len(spec.inputs) == 1
-    if isinstance(found, Tensor) and (alone or data.tokens(found)):  # it may lie on the disk, and stays there
+    if (
+        isinstance(found, Tensor) and found.dim() and (alone or data.tokens(found))
+    ):  # it may lie on the disk, and stays there
         name = spec.names[0] if alone else next(iter(spec.vocabularies))
         if alone:
             check_numbers(spec, {name: found}, f"data {data.name!r}")

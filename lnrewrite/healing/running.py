@@ -146,6 +146,10 @@ class Healing:
         return known(self.teacher, self.source, max(self.pair.teacher.spec.vocabularies.values()))
 
     @property
+    def harm(self) -> Harm:
+        return Harm(self.objective, self.source, self.world)
+
+    @property
     def shown(self) -> list[Tensors]:
         """Return the held-out inputs, without labels."""
         return [inputs_of(batch) for batch in self.measured]
@@ -159,7 +163,7 @@ class Healing:
     ) -> list[Phase]:
         """Return the phases of a student, a local one where that has steps; what they learn follows from its gap."""
         converted = self.side(self.pair.student) if self.tapering else student  # tapers let it start at the teacher
-        self.gap = Harm(self.objective, self.source, self.world).between(self.teacher, converted)
+        self.gap = self.harm.between(self.teacher, converted)
         if not self.config.losses and self.objective.has_task(self.measured[0]):
             taught = self.controlled and not self.tapering  # there, at first only the task has anything to teach
             self.mix = Mix.usual(self.gap, self.budget.steps(0), taught)
@@ -177,14 +181,13 @@ class Healing:
 
     def follow(self, student: Participant, names: frozenset[str], sizes: Mapping[str, float]) -> None:
         """Give a student what training changed in its teacher, where that brings it nearer."""
-        harm = Harm(self.objective, self.source, self.world)
-        before = harm.between(self.teacher, student)
+        before = self.harm.between(self.teacher, student)
         with torch.no_grad():
             for name, parameter in student.named.items():
                 theirs = self.teacher.find(name)
                 if name in names and theirs is not None and theirs.shape == parameter.shape:
                     local(parameter).add_(self.teacher.moved(name), alpha=sizes.get(name, 1.0))
-        if not harm.between(self.teacher, student) < before:
+        if not self.harm.between(self.teacher, student) < before:
             student.fill()
 
     def side(self, program: Program, tapering: Tapering | None = None) -> Participant:
@@ -213,13 +216,12 @@ class Healing:
 
     def usual_rate(self, student: Participant, teacher: Participant | None) -> float:
         """Return the rate that is usual for a student or, without a teacher, for a control."""
-        stiffness = Harm(self.objective, self.source, self.world).nudged(teacher or student, self.config.seed)
-        return usual(self.way(teacher), stiffness)
+        return usual(self.way(teacher), self.harm.nudged(teacher or student, self.config.seed))
 
     def usual_gain_rate(self, student: Participant) -> float:
         """Return the rate that is usual for the gains and biases of a student."""
-        harm = Harm(self.objective, self.source, self.world)
-        return usual_of_gains(self.way(self.teacher), harm.nudged(student, self.config.seed, gains=True))
+        stiffness = self.harm.nudged(student, self.config.seed, gains=True)
+        return usual_of_gains(self.way(self.teacher), stiffness)
 
     def way(self, teacher: Participant | None) -> float:
         """Return how far a student, or without a teacher a control, has to go: to it, and for what the data ask."""
