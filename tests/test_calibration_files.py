@@ -75,6 +75,43 @@ def test_few_rows_are_small_batches(tmp_path: Path) -> None:
     assert EIGHTHS // 2 < len(batches) <= EIGHTHS < BATCHES and sum(len(b["input_ids"]) for b in batches) == 12
 
 
+class Positions(torch.nn.Module):
+    """Read bytes at so many positions."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.bytes, self.places = torch.nn.Embedding(256, 4), torch.nn.Embedding(positions, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        stream: torch.Tensor = self.bytes(input_ids)
+        return stream + self.places(torch.arange(input_ids.shape[1]))
+
+
+def of_positions(positions: int) -> Any:
+    """Return a program of `Positions` that takes any number of rows and tokens."""
+    free = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    return lnr.capture(Positions(positions), (torch.zeros(2, 5, dtype=torch.int64),), dynamic_shapes=(free,))
+
+
+@pytest.mark.parametrize(("positions", "window"), [(500, 128), (128, 128), (127, 64), (77, 64), (9, 8), (7, 0)])
+def test_windows_of_a_text_are_no_longer_than_a_context(positions: int, window: int, tmp_path: Path) -> None:
+    (tmp_path / "d.txt").write_text("What the norms of a trained network are for. " * 40)
+    program = of_positions(positions)
+    if window:
+        batches = calibration_for(program, str(tmp_path / "d.txt"))
+        assert {batch["input_ids"].shape[1] for batch in batches} == {window}
+    else:  # what is told is of a whole window
+        with pytest.raises(lnr.LnrewriteError, match=r"LN022 .*fails on input_ids \[\d, 128\]"):
+            calibration_for(program, str(tmp_path / "d.txt"))
+
+
+def test_arrays_longer_than_a_context_are_not_cut(tmp_path: Path) -> None:
+    np.save(tmp_path / "d.npy", np.zeros((9, 30), dtype=np.int64))
+    program = of_positions(20)
+    with pytest.raises(lnr.LnrewriteError, match=r"LN022 .*fails on input_ids \[\d, 30\].*no longer than its context"):
+        calibration_for(program, str(tmp_path / "d.npy"))
+
+
 def test_a_fixed_batch_is_filled_however_large(tmp_path: Path) -> None:
     spec = spec_of({"input_ids": torch.zeros(600, 4, dtype=torch.int64)}, {}, {"input_ids": 100})
     np.array(WANTED * 2, dtype=np.uint16).tofile(tmp_path / "d.bin")

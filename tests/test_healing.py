@@ -507,6 +507,7 @@ def test_wrong_data_are_told_before_anything_is_trained(pair: Any, tmp_path: Pat
         {"losses": "kl=x"},
         {"losses": "task=0"},
         {"losses": "tusk=1"},
+        {"losses": "kl=1,kl=2"},
         {"ramp": 0},
         {"local_steps": 2, "progressive": True},
         {"batch_size": 3, "accumulate": 2},

@@ -117,7 +117,9 @@ class Data:
                 raise elsewhere(f"data {self.name!r}", path) from error
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
             why = f"the model fails on {shapes}: {words(error).partition(chr(10))[0]}"
-            raise self.bad(why, "give inputs that the model takes, no longer than its context") from error
+            raise self.bad(
+                why, "give inputs that the model takes, no longer than its context (heal: --length)"
+            ) from error
 
     def tokens(self, held: object) -> bool:
         """Return whether an array is one of tokens that are to be cut, or from which other inputs follow."""
@@ -183,8 +185,15 @@ class Data:
     @property
     def window(self) -> int:
         """Return how many tokens a sample of a text has: `length`, else the example's where it is fixed, else 128."""
+        return self.lengths[0]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return how many tokens a sample of a text may have: the first that the model runs on is the best."""
         ids = next((each for each in self.spec if "float" not in each.dtype and len(each.dims) == 2), None)
-        return self.length or (LENGTH if ids is None or 1 in ids.free else ids.shape[1])
+        if ids is None or 1 in ids.free:
+            return (self.length,) if self.length else tuple(LENGTH >> halved for halved in range(5))
+        return (self.length or ids.shape[1],)
 
     def of_ids(self, rows: Tensor) -> Tensors:
         """Return all inputs for windows of ids: full attention, a single segment, positions that count up."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends.inputs import Tensors
+from ..errors import LnrewriteError
 from ..pipeline import protocols
 from ..pipeline.job import BatchReader
 from ..quiet import LOGGER
@@ -47,11 +48,23 @@ def check_data(data: str) -> None:
 
 
 def calibration_for(program: HasSpec, name: str, seed: int = 0) -> list[Tensors]:
-    """Read DATA for a program and run its module on the first batch. Raises LnrewriteError LN022 where that fails."""
+    """Read DATA for a program, which runs on the first batch. Raises LnrewriteError LN022 where it fails on that.
+
+    A text is cut into windows of half as many tokens until the program runs: its context may be shorter than a window.
+    """
     data = Data.of(program, name)
-    batches = read_batches(data, seed, BATCHES, least=EIGHTHS)
-    data.check_run(program.call, batches[0])
-    return batches
+    tried: dict[str, LnrewriteError] = {}
+    for length in data.lengths:
+        batches = read_batches(replace(data, length=length), seed, BATCHES, least=EIGHTHS)
+        shapes = str([list(value.shape) for value in batches[0].values()])
+        if shapes in tried:  # arrays, which are not cut
+            break
+        try:
+            data.check_run(program.call, batches[0])
+            return batches
+        except LnrewriteError as error:
+            tried[shapes] = error
+    raise next(iter(tried.values()))
 
 
 def read_batches(data: Data, seed: int, limit: int = LIMIT, least: int = 1, field: str = FIELD) -> list[Tensors]:

@@ -72,6 +72,8 @@ class Mix:
             name, _, weight = term.strip().partition("=")
             if name not in known:
                 raise UsageError(Code.LN003, f"loss {name!r}", "unknown loss", did_you_mean(name, known))
+            if name in found:
+                raise UsageError(Code.LN003, f"loss {name!r}", "it is given twice", "give one weight for each")
             try:
                 found[name] = float(weight)
             except ValueError:
