@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ..errors import Code, LnrewriteError
 from ..models.program import Program
 from .participant import Participant, alike, sizes_of
@@ -19,7 +17,7 @@ class Pair:
     student: Program
 
     def check(self) -> None:
-        """Raise LnrewriteError LN601 where the student cannot be a conversion of the teacher, LN602 for float16."""
+        """Raise LnrewriteError LN601 where the student cannot be a conversion of the teacher."""
         both = (self.teacher, self.student)
         inputs, tables = [sorted(p.example_inputs()) for p in both], [p.id_limits() for p in both]
         blocks = [{b.name for b in p.network.blocks} for p in both]
@@ -31,10 +29,6 @@ class Pair:
             raise unlike("no residual block was found in the teacher")
         if other := sorted(blocks[0] ^ blocks[1]):
             raise unlike(f"the blocks differ: {', '.join(other[:3])}")
-        every = (each for program in both for each in program.module().named_parameters())
-        if narrow := next((name for name, parameter in every if parameter.dtype is torch.float16), ""):
-            why = "in float16 the squares of gradients are 0, and steps grow without bound"
-            raise LnrewriteError(Code.LN602, narrow, why, "heal in float32 or bfloat16: of a module, model.float()")
 
     @property
     def notes(self) -> list[str]:

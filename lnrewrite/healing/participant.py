@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from ..backends.inputs import Tensors
 from ..backends.torch.feeding import flat_inputs
+from ..backends.torch.module import CapturedModule
+from ..backends.torch.widened import HALVES, widened
 from ..errors import Code, LnrewriteError
 from ..models.program import Program
 from .distributed import World, local
@@ -35,7 +37,8 @@ PIECE = 1 << 20
 class Participant:
     """Hold one network in a run: the program that its values come from, and the view of it that is run and trained.
 
-    bf16: run under autocast and, where it is sharded, gathered and reduced in bfloat16; parameters stay as they are.
+    The view is in float32 where the program holds half precision: a small step would round to none there, and of small
+    gradients the squares. bf16: run under autocast and, where it is sharded, gathered and reduced in bfloat16.
     borrowed: the parameters that are the program's own tensors.
     """
 
@@ -53,13 +56,15 @@ class Participant:
             found = cls.bare(program, world, bf16, tapers)
             found.fill()
             return found
-        view = View(program, tapers, program.remade(lambda _, p: p.detach()).module()).to(world.device)
-        return cls(program, view, world, bf16, frozenset(n for n, _ in program.module().named_parameters()))
+        view = View(program, tapers, _trainable(program.remade(lambda _, p: p.detach()))).to(world.device)
+        borrowed = frozenset(() if program.narrow else (n for n, _ in program.module().named_parameters()))
+        return cls(program, view, world, bf16, borrowed)
 
     @classmethod
     def bare(cls, program: Program, world: World, bf16: bool = False, tapers: Sequence[Taper] = ()) -> Self:
         """Return a program sharded, in memory that nothing has been written to."""
-        view = View(program, tapers, program.remade(lambda _, p: p.detach().to("meta"), world.device).module())
+        bare = program.remade(lambda _, p: p.detach().to("meta"), world.device)
+        view = View(program, tapers, _trainable(bare))
         buffers = dict(view.named_buffers())
         world.shard(view, view.parts, bf16)
         view.to_empty(device=world.device)
@@ -105,8 +110,11 @@ class Participant:
     def run(self, batch: Tensors) -> ViewOutput:
         """Run the view on a batch."""
         low = torch.autocast(self.world.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+        given = flat_inputs(self.program.module(), inputs_of(batch))
+        if self.program.narrow:
+            given = [v.float() if isinstance(v, Tensor) and v.dtype in HALVES else v for v in given]
         with low:
-            found: ViewOutput = self.view(*flat_inputs(self.program.module(), inputs_of(batch)))
+            found: ViewOutput = self.view(*given)
         return found
 
     def outputs(self, batch: Tensors) -> object:
@@ -155,7 +163,7 @@ class Participant:
             if found is None or name in self.borrowed:
                 return was.detach().clone()
             whole = self._gathered(found)
-            return whole if was.is_meta else whole.to(was.device)
+            return whole if was.is_meta else whole.to(was.device, was.dtype)
 
         if not self.program.empty:
             return self.program.remade(value)
@@ -183,6 +191,12 @@ class Participant:
     def _gathered(parameter: Tensor) -> Tensor:
         found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         return found.detach()
+
+
+def _trainable(program: Program) -> CapturedModule:
+    """Return a program's module, a copy in float32 of one that holds half precision."""
+    module = program.module()
+    return widened(module, torch.float32) if program.narrow else module
 
 
 def sizes_of(held: Mapping[str, Tensor], world: World) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -20,6 +20,7 @@ from ...compat.torch import pytree, tensors_in
 from .module import CapturedModule
 
 Read = Callable[[str], torch.Tensor]
+Network = TypeVar("Network", bound=nn.Module)
 CHUNK = 1 << 20
 HALVES = (torch.float16, torch.bfloat16)
 LOW = (torch.float32, *HALVES)
@@ -140,7 +141,7 @@ def in_float64(module: nn.Module) -> nn.Module:
     return widened(module, torch.float64)
 
 
-def widened(module: nn.Module, to: torch.dtype) -> nn.Module:
+def widened(module: Network, to: torch.dtype) -> Network:
     """Return a copy of a module in float64 or float32 and eval mode, its graph's casts to fewer bits widened too."""
     made = copy.deepcopy(module).eval()
     made = made.double() if to is torch.float64 else made.float()  # `to` would drop imaginary parts
