@@ -71,7 +71,8 @@ class Together:
     A step learns from one batch of each process, so that many make fewer steps where the data are gone through in them.
     ends: the sums' nodes in both models, and how their states are compared. last: which is the last of its stream.
     tokens: how many there are to fit on. shown: which tokens of the original's states count. tables: how many rows the
-    table of an input of the original has.
+    table of an input of the original has. Errors are squared and relative, half the mean over sums, half the last of
+    each stream.
     """
 
     original: CapturedModule
