@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,6 +112,14 @@ def test_arrays_longer_than_a_context_are_not_cut(tmp_path: Path) -> None:
     program = of_positions(20)
     with pytest.raises(lnr.LnrewriteError, match=r"LN022 .*fails on input_ids \[\d, 30\].*no longer than its context"):
         calibration_for(program, str(tmp_path / "d.npy"))
+
+
+def test_an_iterable_longer_than_a_context_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read again, an iterator would give nothing, and that would be what is told."""
+    given = SimpleNamespace(rows=iter([{"input_ids": torch.zeros(2, 128, dtype=torch.int64)}]))
+    monkeypatch.setitem(sys.modules, "given", given)
+    with pytest.raises(lnr.LnrewriteError, match=r"LN022 .*fails on input_ids \[2, 128\]"):
+        calibration_for(of_positions(20), "given:rows")
 
 
 def test_a_fixed_batch_is_filled_however_large(tmp_path: Path) -> None:
