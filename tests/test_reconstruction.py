@@ -249,25 +249,6 @@ def test_errors_of_a_few_tokens_rule_over_no_others() -> None:
     assert float(together.tamed(torch.zeros(3))) == 0
 
 
-def test_the_last_state_of_each_stream_counts_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An encoder's is what its decoder reads, a decoder's what its outputs are made of."""
-    seen: list[together.Together] = []
-    run = together.Together.run
-    monkeypatch.setattr(together.Together, "run", lambda self: seen.append(self) or run(self))
-    like = {n: torch.randint(5, 40, (2, 9)) for n in ("input_ids", "decoder_input_ids")}
-    program = lnr.capture(zoo.bart(), kwargs=like)
-    placed(program, "none", data(like, 4))
-    (trained,), streams = seen, [s.blocks for s in program.network.streams]
-    last = {mine for (mine, _, _), last in zip(trained.ends, trained.last, strict=True) if last}
-    assert len(streams) == 2 and last == {blocks[-1].anchor.total for blocks in streams}
-    value = {n: p + 0.1 * torch.randn_like(p) for n, p in trained.made.named_parameters() if n in trained.names}
-    errors = []
-    for share in (0.0, 1.0, 0.25):
-        monkeypatch.setattr(together, "LAST", share)
-        errors.append(trained._mean(value, [trained._pair(b) for b in trained.held]))
-    assert errors[2] == pytest.approx(0.75 * errors[0] + 0.25 * errors[1]) and errors[0] != pytest.approx(errors[1])
-
-
 def test_where_data_are_made_up_nothing_is_fitted_to_them() -> None:
     program, _ = zoo.captured("pre")
     report = lnr.Pipeline.parse("place{to=peri}").run(program).report

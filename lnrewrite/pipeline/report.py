@@ -80,7 +80,7 @@ class Fitted:
 
     Errors are squared, on data that was not fitted on, in units of what the original's branch adds. `weights` maps each
     parameter that moved to |W - W0| over the larger of |W| and |W0|; `why` says what hindered the fit. The row without
-    blocks is the training of all together: its errors are those of the states, relative: see `Together`.
+    blocks is the training of all together: its errors are those of the states, relative, the mean over sums.
     """
 
     blocks: tuple[str, ...]

@@ -211,18 +211,15 @@ class Reconstruction:
 
         The rows say how far each parameter went.
         """
-        sums, theirs = self.original.sums, self.made.sums
-        ends = [(sums[at][-1].anchor.total, theirs[at][-1].anchor.total, self.measure(at)) for at in sums]
-        last = [(stream, number + 1) not in sums for stream, number in sums]
+        both = zip(self.original.sums.items(), self.made.sums.values(), strict=True)
+        ends = [(a[-1].anchor.total, b[-1].anchor.total, self.measure(at)) for (at, a), b in both]
         names = [n for start in self.start.values() for n in start]
         if not names:
             return tuple(rows), ()
         modules = self.original.module, self.made.module
         try:
             tokens = self.tokens * total(len(fit)) // total(len(self.fit))
-            found = Together(
-                *modules, ends, last, names, fit, self.held, tokens, self.shown, self.original.tables
-            ).run()
+            found = Together(*modules, ends, names, fit, self.held, tokens, self.shown, self.original.tables).run()
         except (RuntimeError, NotImplementedError) as fault:
             alone(fault)
             why = f"training them together failed: {str(fault).partition(chr(10))[0]}"

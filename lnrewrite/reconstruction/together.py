@@ -40,8 +40,6 @@ ENOUGH = 100
 """In fewer steps than these, tokens of the whole table are not learned, and only in the way."""
 FAR = 4
 """So many times the median of tokens' errors is far off: beyond, an error counts as its logarithm while training."""
-LAST = 0.5
-"""The share of the error that is of the last state of each stream, which is what outputs are made of."""
 WARMUP = 20
 """The steps in which the rate rises."""
 SAY = 32
@@ -69,16 +67,13 @@ class Together:
     """Train parameters of `made` on the batches of `fit`; what comes of it is kept where it helps on those of `held`.
 
     A step learns from one batch of each process, so that many make fewer steps where the data are gone through in them.
-    ends: the sums' nodes in both models, and how their states are compared. last: which is the last of its stream.
-    tokens: how many there are to fit on. shown: which tokens of the original's states count. tables: how many rows the
-    table of an input of the original has. Errors are squared and relative, half the mean over sums, half the last of
-    each stream.
+    ends: the sums' nodes in both models, and how their states are compared. tokens: how many there are to fit on.
+    shown: which tokens of the original's states count. tables: how many rows the table of an input of the original has.
     """
 
     original: CapturedModule
     made: CapturedModule
     ends: Sequence[tuple[str, str, Measure]]
-    last: Sequence[bool]
     names: Collection[str]
     fit: Sequence[Batch]
     held: Sequence[Batch]
@@ -125,13 +120,12 @@ class Together:
         return self._error(parameters, batch, tamed)
 
     def _error(self, parameters: Mapping[str, Tensor], batch: Pair, over: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return how far the states are from the original's on one batch, `over` tokens, a mean over sums."""
+        """Return how far the states are from the original's on one batch, `over` tokens, the mean over sums."""
         with torch.no_grad():
             theirs = self._runs[0]({}, batch[0])
         rows = zip(self.ends, theirs, self._runs[1](parameters, batch[1]), strict=True)
         here = [(m.on(self.shown, name, one, batch[2]), one, other) for (name, _, m), one, other in rows]
-        found = torch.stack([over(distance(measure, one, other)) for measure, one, other in here])
-        return torch.lerp(found.mean(), found[self.last].mean(), LAST)
+        return torch.stack([over(distance(measure, one, other)) for measure, one, other in here]).mean()
 
     @torch.no_grad()
     def _mean(self, parameters: Mapping[str, Tensor], batches: Sequence[Pair]) -> float:
