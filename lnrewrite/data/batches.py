@@ -117,9 +117,8 @@ class Data:
                 raise elsewhere(f"data {self.name!r}", path) from error
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
             why = f"the model fails on {shapes}: {words(error).partition(chr(10))[0]}"
-            raise self.bad(
-                why, "give inputs that the model takes, no longer than its context (heal: --length)"
-            ) from error
+            remedy = "give inputs that the model takes, no longer than its context (heal: --length)"
+            raise self.bad(why, remedy) from error
 
     def tokens(self, held: object) -> bool:
         """Return whether an array is one of tokens that are to be cut, or from which other inputs follow."""

@@ -121,9 +121,8 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
             windows.notes = (f"documents of a window {'do not see each other' if data.end is not None else other}",)
         return windows
     alone = len(spec.inputs) == 1
-    if (
-        isinstance(found, Tensor) and found.dim() and (alone or data.tokens(found))
-    ):  # it may lie on the disk, and stays there
+    # what lies on the disk stays there
+    if isinstance(found, Tensor) and found.dim() and (alone or data.tokens(found)):
         name = spec.names[0] if alone else next(iter(spec.vocabularies))
         if alone:
             check_numbers(spec, {name: found}, f"data {data.name!r}")

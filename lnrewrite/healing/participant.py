@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -20,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..backends.inputs import Tensors
 from ..backends.torch.feeding import flat_inputs
-from ..backends.torch.module import CapturedModule
-from ..backends.torch.widened import HALVES, widened
+from ..backends.torch.widened import in_float32, raised
 from ..errors import Code, LnrewriteError
 from ..models.program import Program
 from .distributed import World, local
@@ -56,7 +56,7 @@ class Participant:
             found = cls.bare(program, world, bf16, tapers)
             found.fill()
             return found
-        view = View(program, tapers, _trainable(program.remade(lambda _, p: p.detach()))).to(world.device)
+        view = View(program, tapers, in_float32(program.remade(lambda _, p: p.detach()).module())).to(world.device)
         borrowed = frozenset(() if program.narrow else (n for n, _ in program.module().named_parameters()))
         return cls(program, view, world, bf16, borrowed)
 
@@ -64,7 +64,7 @@ class Participant:
     def bare(cls, program: Program, world: World, bf16: bool = False, tapers: Sequence[Taper] = ()) -> Self:
         """Return a program sharded, in memory that nothing has been written to."""
         bare = program.remade(lambda _, p: p.detach().to("meta"), world.device)
-        view = View(program, tapers, _trainable(bare))
+        view = View(program, tapers, in_float32(bare.module()))
         buffers = dict(view.named_buffers())
         world.shard(view, view.parts, bf16)
         view.to_empty(device=world.device)
@@ -91,6 +91,11 @@ class Participant:
             remedy = "repair or re-download the weights"
             raise LnrewriteError(Code.LN024, bad, "it holds NaN or infinite values", remedy)
 
+    @cached_property
+    def narrow(self) -> bool:
+        """Return whether the program holds half precision, and so the view does not."""
+        return self.program.narrow
+
     @property
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters by the names that the program has for them, of tied ones the first."""
@@ -111,10 +116,8 @@ class Participant:
         """Run the view on a batch."""
         low = torch.autocast(self.world.device.type, torch.bfloat16) if self.bf16 else nullcontext()
         given = flat_inputs(self.program.module(), inputs_of(batch))
-        if self.program.narrow:
-            given = [v.float() if isinstance(v, Tensor) and v.dtype in HALVES else v for v in given]
         with low:
-            found: ViewOutput = self.view(*given)
+            found: ViewOutput = self.view(*raised(given) if self.narrow else given)
         return found
 
     def outputs(self, batch: Tensors) -> object:
@@ -191,12 +194,6 @@ class Participant:
     def _gathered(parameter: Tensor) -> Tensor:
         found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         return found.detach()
-
-
-def _trainable(program: Program) -> CapturedModule:
-    """Return a program's module, a copy in float32 of one that holds half precision."""
-    module = program.module()
-    return widened(module, torch.float32) if program.narrow else module
 
 
 def sizes_of(held: Mapping[str, Tensor], world: World) -> dict[str, float]:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from ..backends.hiding import Shown
 from ..backends.torch.feeding import flat_inputs
 from ..backends.torch.module import CapturedModule
-from ..backends.torch.widened import is_narrow, widened
+from ..backends.torch.widened import in_float32, is_narrow, raised
 from ..layout import clock
 from ..pipeline.protocols import Batch
 from ..pipeline.shares import anywhere, everyone, processes, total
@@ -156,13 +156,11 @@ def states_of(module: CapturedModule, ends: Sequence[str]) -> States:
     runs: torch.nn.Module = fx.GraphModule(module, graph)
     here = {id(p): n for n, p in runs.named_parameters()}
     names = {n: here[id(p)] for n, p in module.named_parameters() if id(p) in here}
-    if narrow := is_narrow(module):
-        runs = widened(runs, torch.float32)
+    narrow, runs = is_narrow(runs), in_float32(runs)
 
     def states(parameters: Mapping[str, Tensor], batch: Sequence[object]) -> list[Tensor]:
-        given = [v.float() if narrow and isinstance(v, Tensor) and v.is_floating_point() else v for v in batch]
         own = {names[n]: p for n, p in parameters.items() if n in names}
-        return list(functional_call(runs, own, tuple(given)))
+        return list(functional_call(runs, own, tuple(raised(batch) if narrow else batch)))
 
     return states
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from ...compat.torch import pytree, tensors_in
 from .module import CapturedModule
 
 Read = Callable[[str], torch.Tensor]
-Network = TypeVar("Network", bound=nn.Module)
+T = TypeVar("T", bound=nn.Module)
 CHUNK = 1 << 20
 HALVES = (torch.float16, torch.bfloat16)
 LOW = (torch.float32, *HALVES)
@@ -141,7 +141,17 @@ def in_float64(module: nn.Module) -> nn.Module:
     return widened(module, torch.float64)
 
 
-def widened(module: Network, to: torch.dtype) -> Network:
+def in_float32(module: T) -> T:
+    """Return a copy in float32 of a module that holds half precision, and any other as it is."""
+    return widened(module, torch.float32) if is_narrow(module) else module
+
+
+def raised(values: Iterable[object]) -> list[object]:
+    """Return what a module was called with in half precision as one that is `in_float32` takes it."""
+    return [v.float() if isinstance(v, torch.Tensor) and v.dtype in HALVES else v for v in values]
+
+
+def widened(module: T, to: torch.dtype) -> T:
     """Return a copy of a module in float64 or float32 and eval mode, its graph's casts to fewer bits widened too."""
     made = copy.deepcopy(module).eval()
     made = made.double() if to is torch.float64 else made.float()  # `to` would drop imaginary parts
