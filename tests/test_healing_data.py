@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import lnrewrite as lnr
+import zoo
 from commands import fails
 from lnrewrite.backends.inputs import spec_of
 from lnrewrite.data.batches import Data
 from lnrewrite.healing.losses import Objective
-from lnrewrite.healing.sources import IterableSource
+from lnrewrite.healing.sources import ArraySource, IterableSource, Windows
 from tiers import rows
 from zoo import families
 
@@ -264,3 +265,53 @@ def test_one_number_is_no_data(where: str, pair: Any, tmp_path: Path) -> None:
     given = {"data": str(tmp_path / "rows.npy"), "held_out": None} | {where: str(tmp_path / "one.npy")}
     with pytest.raises(lnr.LnrewriteError, match="LN022.*one.npy.*axes"):
         lnr.heal(teacher, student, **given, **FEW)
+
+
+def test_feeds_repeat_themselves_and_hold_out() -> None:
+    tokens = torch.arange(1000)
+    data = Data("d", spec_of({"ids": tokens}), length=8)
+    windows = Windows(tokens, data, 4, 4, 0)
+    arrays = ArraySource({"ids": torch.arange(100).reshape(50, 2)}, data, 4, 4, 0)
+    stream = IterableSource(lambda: ({"ids": torch.tensor([[i]])} for i in range(20)), data)
+    for feed in (windows, arrays, stream):
+        numbers = [feed.batch(i)["ids"] for i in range(30)]
+        again = [feed.batch(i)["ids"] for i in range(7, 30)]
+        assert all(torch.equal(a, b) for a, b in zip(numbers[7:], again, strict=True))
+        kept = {int(v) for batch in feed.held_out for v in batch["ids"].flatten()}
+        assert kept and kept.isdisjoint(int(v) for batch in numbers for v in batch.flatten())
+    assert not torch.equal(windows.batch(0)["ids"], Windows(tokens, data, 4, 4, 1).batch(0)["ids"])
+    epoch = torch.cat([arrays.batch(i)["ids"] for i in range(12)])
+    assert len(set(epoch[:, 0].tolist())) == 48  # every row once before any row twice
+
+
+def test_labels_that_fit_no_output_are_told() -> None:
+    module, inputs = zoo.build("vit")
+    teacher = lnr.capture(module, kwargs=inputs)
+    student = lnr.Pipeline.parse("place{to=peri}").run(teacher).program
+    rows = len(inputs["pixel_values"])
+    data = [inputs | {"labels": torch.zeros(rows, 77, dtype=torch.int64)}] * 12
+    with pytest.raises(lnr.LnrewriteError, match=r"LN022 labels.*\[\d+, 77\]"):
+        lnr.heal(teacher, student, data, steps=1, batch_size=rows)
+
+
+def test_ignored_targets_weigh_nothing() -> None:
+    objective = Objective("", {}, True)
+    batch = {"labels": torch.tensor([[1, -100], [-100, -100]])}
+    scores = torch.zeros(2, 2, 4)
+    assert objective.count(batch) == 1 and torch.allclose(objective.rows(scores, batch), torch.tensor([4.0]).log())
+    masked = Objective("ids", {"mask": 0}, True)
+    batch = {"ids": torch.tensor([[1, 2, 3]]), "mask": torch.tensor([[1, 1, 0]])}
+    assert masked.count(batch) == 1
+    teacher = torch.zeros(1, 3, 4)
+    teacher[0, 2, 0] = 9.0  # a padded token, whose logits do not count
+    assert masked.divergence(torch.zeros(1, 3, 4), teacher, batch) == 0
+
+
+def test_windows_beyond_the_context_are_told(tmp_path: Path) -> None:
+    """A table of positions inside a model says nothing of itself until it is run."""
+    module, inputs = zoo.build("gpt2", depth=1, head=True)
+    teacher = lnr.capture(module, kwargs=inputs)
+    student = lnr.Pipeline.parse("place{to=peri}").run(teacher).program
+    np.save(tmp_path / "t.npy", np.zeros(2000, int))
+    with pytest.raises(lnr.LnrewriteError, match=r"LN022 .*fails on input_ids \[\d+, 200\].*context"):
+        lnr.heal(teacher, student, str(tmp_path / "t.npy"), steps=1, length=200)

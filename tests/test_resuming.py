@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing.connection
 import os
+import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import lnrewrite as lnr
 import zoo
 from commands import started
 from lnrewrite import demo
+from lnrewrite.cli import main
 from lnrewrite.healing import budget, snapshots
 from lnrewrite.healing.session import Healed
 from lnrewrite.healing.snapshots import Snapshots
@@ -208,3 +212,104 @@ def test_a_run_that_was_killed_goes_on(world: int, phase: str, moment: str, step
     (theirs, told), (ours, lost) = (torch.load(p, weights_only=True) for p in (whole, folder / f"{name}.pt"))
     assert lost == told and theirs.keys() == ours.keys()
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+# ---- a command that is killed, and what a run leaves ----
+
+LONG = 40
+SMALL = {"batch_size": 4, "length": 32, "steps": 6, "save_steps": 2}
+
+
+def command(folder: Path, out: Path, *more: str) -> list[str]:
+    how = ["--steps", str(LONG), "--batch-size", "4", "--length", "32", "--save-steps", "3"]
+    how += ["--no-control", "--force", "-q"]
+    return [
+        "heal",
+        "zoo:short_gpt",
+        str(folder / "none.pt2"),
+        "--data",
+        str(folder / "t.txt"),
+        "-o",
+        str(out),
+        *how,
+        *more,
+    ]
+
+
+@pytest.mark.parametrize("kills", rows(["KILL INT", "KILL INT KILL"], sample=[]))
+def test_a_killed_run_goes_on_to_the_same_weights(kills: str, folder: Path, tmp_path: Path) -> None:
+    """Kills (INT is Ctrl-C) at random steps; the weights are those of a run that was left alone."""
+    whole = started(healed, command(folder, tmp_path / "whole.pt2"), tmp_path / "whole.txt")
+    whole.join(300)
+    run, more, signals = tmp_path / "cut.pt2.run", list[str](), kills.split()
+    at = sorted(random.Random(0).sample(range(4, LONG - 4), len(signals)))
+    for step, name in zip(at, signals, strict=True):
+        how, said = getattr(signal, f"SIG{name}"), tmp_path / "said.txt"
+        process = started(healed, command(folder, tmp_path / "cut.pt2", *more), said)
+        end = time.monotonic() + 300
+        while process.is_alive() and _steps(run) < step and time.monotonic() < end:
+            time.sleep(0.005)
+        os.kill(process.pid, how)
+        process.join(60)
+        assert process.exitcode == (-signal.SIGKILL if how is signal.SIGKILL else 130), said.read_text()
+        assert how is signal.SIGKILL or "--resume" in said.read_text()
+        more = ["--resume"]
+    rest = started(healed, command(folder, tmp_path / "cut.pt2", "--resume"), tmp_path / "cut.txt")
+    rest.join(300)
+    one, two = (torch.export.load(tmp_path / f"{n}.pt2").state_dict for n in ("whole", "cut"))
+    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+def healed(arguments: list[str], said: Path) -> None:
+    """Run a command as a process does, what it says on stderr into a file; raise SystemExit where it fails."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with said.open("w") as file, contextlib.redirect_stderr(file):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            if end.code:
+                raise
+
+
+def _steps(folder: Path) -> int:
+    path = folder / "log.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(pair: Any, text: str, tmp_path: Path, monkeypatch: Any) -> None:
+    whole = lnr.heal(*pair, text, **SMALL, control=False)
+    writes, real = [], snapshots.save
+
+    def full(state: Any, **how: Any) -> Any:
+        writes.append(how)
+        if len(writes) == 2:
+            raise OSError(28, "No space left on device")
+        return real(state, **how)
+
+    monkeypatch.setattr(snapshots, "save", full)
+    with pytest.raises(lnr.LnrewriteError, match="LN025.*No space left.*--resume"):
+        lnr.heal(*pair, text, **SMALL, control=False, run=tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").glob("global-*")] == ["global-000002"]
+    found = lnr.heal(*pair, text, **SMALL, control=False, run=tmp_path / "run", resume=True)
+    assert same(whole, found)
+
+
+def test_a_new_run_starts_afresh_and_touches_nothing_of_others(pair: Any, text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "global-000006").mkdir()  # left by a run that was killed as it ended
+    (tmp_path / "log.jsonl").write_text('{"phase": "global", "step": 99, "tokens": 1}\n')
+    found = lnr.heal(*pair, text, **SMALL, control=False, run=tmp_path)
+    assert found.report.tokens == 6 * 4 * 32
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "loss.html", "mine"]
+
+
+def test_a_run_folder_is_not_mixed_up(pair: Any, text: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(snapshots, "save", lambda *a, **k: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(lnr.LnrewriteError, match="LN025"):
+        lnr.heal(*pair, text, **SMALL, run=tmp_path / "run")
+    monkeypatch.undo()
+    with pytest.raises(lnr.LnrewriteError, match="LN605.*did not finish"):
+        lnr.heal(*pair, text, **SMALL, run=tmp_path / "run")
+    with pytest.raises(lnr.LnrewriteError, match=r"LN605.*\(lr, steps\)"):
+        lnr.heal(*pair, text, **SMALL | {"steps": 7, "lr": 1e-4}, run=tmp_path / "run", resume=True)
