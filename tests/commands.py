@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import re
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
@@ -53,3 +56,14 @@ def started(function: Callable[..., Any], *args: Any) -> Any:
     process = context.Process(target=function, args=args)
     process.start()
     return process
+
+
+def as_process(arguments: list[str], said: Path) -> None:
+    """Run a command as a process does, what it says on stderr into a file; raise SystemExit where it fails."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with said.open("w") as file, contextlib.redirect_stderr(file):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            if end.code:
+                raise

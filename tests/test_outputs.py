@@ -29,7 +29,7 @@ from torch import nn
 
 import lnrewrite as lnr
 import zoo
-from commands import run, started
+from commands import as_process, run, started
 from killing import net
 from lnrewrite.cli import main
 from lnrewrite.comparison.verifying import check_tolerance
@@ -341,10 +341,8 @@ def test_torch_writes_to_a_full_disk() -> None:
 
 def limited(words: list[str], room: int, said: str) -> None:
     """Run a command where no file may grow beyond `room` bytes, as on a full disk."""
-    from test_healing import healed
-
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-    healed(words, Path(said))
+    as_process(words, Path(said))
 
 
 @pytest.mark.parametrize(("name", "room"), rows([*itertools.product(COMMANDS, (600, 2000, 5000))], [("convert", 2000)]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing.connection
 import os
@@ -18,9 +17,8 @@ from torch import nn
 
 import lnrewrite as lnr
 import zoo
-from commands import started
+from commands import as_process, started
 from lnrewrite import demo
-from lnrewrite.cli import main
 from lnrewrite.healing import budget, snapshots
 from lnrewrite.healing.session import Healed
 from lnrewrite.healing.snapshots import Snapshots
@@ -239,13 +237,13 @@ def command(folder: Path, out: Path, *more: str) -> list[str]:
 @pytest.mark.parametrize("kills", rows(["KILL INT", "KILL INT KILL"], sample=[]))
 def test_a_killed_run_goes_on_to_the_same_weights(kills: str, folder: Path, tmp_path: Path) -> None:
     """Kills (INT is Ctrl-C) at random steps; the weights are those of a run that was left alone."""
-    whole = started(healed, command(folder, tmp_path / "whole.pt2"), tmp_path / "whole.txt")
+    whole = started(as_process, command(folder, tmp_path / "whole.pt2"), tmp_path / "whole.txt")
     whole.join(300)
     run, more, signals = tmp_path / "cut.pt2.run", list[str](), kills.split()
     at = sorted(random.Random(0).sample(range(4, LONG - 4), len(signals)))
     for step, name in zip(at, signals, strict=True):
         how, said = getattr(signal, f"SIG{name}"), tmp_path / "said.txt"
-        process = started(healed, command(folder, tmp_path / "cut.pt2", *more), said)
+        process = started(as_process, command(folder, tmp_path / "cut.pt2", *more), said)
         end = time.monotonic() + 300
         while process.is_alive() and _steps(run) < step and time.monotonic() < end:
             time.sleep(0.005)
@@ -254,21 +252,10 @@ def test_a_killed_run_goes_on_to_the_same_weights(kills: str, folder: Path, tmp_
         assert process.exitcode == (-signal.SIGKILL if how is signal.SIGKILL else 130), said.read_text()
         assert how is signal.SIGKILL or "--resume" in said.read_text()
         more = ["--resume"]
-    rest = started(healed, command(folder, tmp_path / "cut.pt2", "--resume"), tmp_path / "cut.txt")
+    rest = started(as_process, command(folder, tmp_path / "cut.pt2", "--resume"), tmp_path / "cut.txt")
     rest.join(300)
     one, two = (torch.export.load(tmp_path / f"{n}.pt2").state_dict for n in ("whole", "cut"))
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
-
-
-def healed(arguments: list[str], said: Path) -> None:
-    """Run a command as a process does, what it says on stderr into a file; raise SystemExit where it fails."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with said.open("w") as file, contextlib.redirect_stderr(file):
-        try:
-            main(arguments)
-        except SystemExit as end:
-            if end.code:
-                raise
 
 
 def _steps(folder: Path) -> int:
