@@ -21,7 +21,7 @@ import lnrewrite as lnr
 import zoo
 from lnrewrite import demo
 from lnrewrite.data import documents
-from lnrewrite.healing.fused import IGNORED
+from lnrewrite.backends.torch.fused import IGNORED
 from lnrewrite.healing.losses import Objective
 from lnrewrite.healing.opening import Reading, apart, held_out_of, open_source, tokenizer_named
 from lnrewrite.healing.sources import ArraySource, Windows

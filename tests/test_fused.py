@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lnrewrite.healing import fused
-from lnrewrite.healing.fused import IGNORED, apart, compared
+from lnrewrite.backends.torch import fused
+from lnrewrite.backends.torch.fused import IGNORED, apart, compared
 from tiers import rows
 
 SHAPES = [(7, 5), (2, 3, 11), (1, 1), (64, 300), (3, 0, 4)]

@@ -17,9 +17,9 @@ from ..backends.outputs import Outputs, difference
 from ..backends.running import Runnable, as_runnable, floats, incomparable, numbers
 from ..backends.torch.contexts import evaluating, quiet
 from ..backends.torch.fixed import elsewhere, other_path
-from ..compat.torch import tensors_in
+from ..compat.torch import pytree, tensors_in
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean
-from ..ir import Exactness
+from ..ir import Exactness, Network
 from ..pipeline.protocols import Batch
 from ..pipeline.results import Comparison, Drift, Json, Verdict
 from ..pipeline.shares import everyone, total
@@ -256,3 +256,11 @@ def logits(out: object) -> torch.Tensor | None:
         return named
     tensors = tensors_in(out)
     return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 3 else None
+
+
+def scores_of(out: object, network: Network) -> int | None:
+    """Return the number of the logits among a model's outputs; None where it has none, or what may be its states."""
+    found, leaves = logits(out), pytree.tree_leaves(out)
+    if found is None or any(found.shape[-1] == stream.width for stream in network.streams):
+        return None
+    return next(k for k, leaf in enumerate(leaves) if leaf is found)

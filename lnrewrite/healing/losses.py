@@ -23,7 +23,7 @@ from ..ir import Kind
 from ..models.program import Program
 from ..pipeline.feed import masks
 from ..pipeline.results import Drift
-from .fused import IGNORED, apart, compared
+from ..backends.torch.fused import IGNORED, apart, compared
 from .participant import Participant
 from .sources import LABELS, inputs_of
 from .view import ViewOutput

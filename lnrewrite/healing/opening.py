@@ -21,7 +21,7 @@ from ..errors import Code, LnrewriteError
 from ..ir.inputs import Content
 from ..loading.transformers import Tokenizer, tokenizer_in
 from ..models.program import Program
-from .fused import IGNORED
+from ..backends.torch.fused import IGNORED
 from .sources import LABELS, LOGITS, ROWS, WIDE, ArraySource, BatchSource, IterableSource, Windows, chunks
 
 LEAST = 16

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..backends.inputs import Tensors
 from ..comparison.verifying import logits
-from .fused import IGNORED
+from ..backends.torch.fused import IGNORED
 from .losses import Objective
 from .participant import Participant
 from .sources import LABELS, WHOLE, BatchSource, number

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..backends.inputs import Tensors
 from ..data.batches import Data
-from .fused import IGNORED
+from ..backends.torch.fused import IGNORED
 
 LABELS = "labels"
 """The key of targets in a batch, where the model takes no input of that name: [batch, ...], -100 for none."""

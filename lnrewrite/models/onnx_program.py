@@ -31,6 +31,7 @@ from ..backends.onnx.spelled import respell
 from ..backends.outputs import apart
 from ..backends.rewriter import Rewriter
 from ..comparison.proving import FLOOR, NARROW, Evidence, gathered, judged
+from ..comparison.verifying import scores_of
 from ..data.inputs import parse_inputs
 from ..detect.arithmetic import Floats
 from ..detect.detection import Detection
@@ -275,7 +276,9 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         """Return the model with some blocks' branches fitted to what `original` does on data; this one is used up."""
         from ..reconstruction.onnx_models import OnnxSide, fitted_onnx
 
-        sides = [OnnxSide(p.model, p.network, p.id_limits()) for p in (original, self)]
+        at = scores_of(original.call(original.example_inputs()), original.network)
+        names = ["" if at is None else str(p.model.graph.outputs[at].name) for p in (original, self)]
+        sides = [OnnxSide(p.model, p.network, p.id_limits(), n) for p, n in zip((original, self), names, strict=True)]
         given = [[original.tensors(b) for b in half] for half in (fit, held)]
         rows, notes, values = fitted_onnx(sides[0], sides[1], blocks, *given)
         for name, value in values.items():

@@ -26,11 +26,13 @@ from ..backends.torch.module import (
     brought,
     home,
     move,
+    output_at,
     signature_of,
     stored,
 )
 from ..backends.torch.widened import is_narrow, worked_out
 from ..comparison.proving import Evidence, away, evidence
+from ..comparison.verifying import scores_of
 from ..compat.torch import sizes_of
 from ..detect.arithmetic import Floats
 from ..detect.graph import OpGraph
@@ -264,7 +266,8 @@ class Program(GraphModel[torch.Tensor]):
         """Return the model with some blocks' branches fitted to what `original` does on data; this one is used up."""
         from ..reconstruction.reconstruct import Side, fitted
 
-        sides = [Side(p.module(), p.network, p.id_limits()) for p in (original, self)]
+        at = scores_of(original.call(original.example_inputs()), original.network)
+        sides = [Side(p.module(), p.network, p.id_limits(), output_at(p.module(), at)) for p in (original, self)]
         held = [b for b in held if not (original.fixed_paths and original._elsewhere(b))]
         rows, notes = fitted(sides[0], sides[1], blocks, fit, held)
         return type(self)(self._capture, format=self.format, tokenizer=self.tokenizer), rows, notes

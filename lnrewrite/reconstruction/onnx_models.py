@@ -25,16 +25,17 @@ Named = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class OnnxSide:
-    """Hold one of the two models and its picture; tables: as `Side.tables`, by the names of inputs."""
+    """Hold one of the two models and its picture; tables, scores: as a `Side`'s, by the names in the model."""
 
     model: ir.Model
     network: Network
     tables: Mapping[str, int]
+    scores: str
 
     def mirror(self) -> Mirror:
-        """Return the model as torch runs it, up to its last sum."""
+        """Return the model as torch runs it, up to its last sum and its logits."""
         anchors = [b.anchor for s in self.network.streams for b in s.blocks]
-        return mirror(self.model, {n for a in anchors for n in (a.state, a.total)})
+        return mirror(self.model, {n for a in anchors for n in (a.state, a.total)} | {self.scores} - {""})
 
 
 def fitted_onnx(
@@ -58,8 +59,13 @@ def fitted_onnx(
     if len(left) == len(blocks):
         return (), notes, {}
     for side, told, found in zip(sides, both, mirrors, strict=True):
-        if why := _differs(side, told, found, fit[0]):
+        axes = {b.anchor.total: b.anchor.axis for b in side.network.blocks}
+        if why := _differs(side, told, found, fit[0], axes):
             return (), (f"its branches were not fitted to the data: {why}",), {}
+    scores = [found.names.get(told.scores, "") for told, found in zip(both, mirrors, strict=True)]
+    every = zip(sides, both, mirrors, scores, strict=True)
+    if all(scores) and not any(_differs(*side, fit[0], {node: -1}) for *side, node in every):
+        sides = [replace(side, scores=node) for side, node in zip(sides, scores, strict=True)]
     rows, more = fitted(sides[0], sides[1], set(blocks) & reached, fit, held)
     weights, parameters = mirrors[1].weights, dict(sides[1].module.named_parameters())
     values = {weights[n]: parameters[n].detach() for row in rows for n in row.weights}
@@ -89,11 +95,13 @@ def _renamed(network: Network, found: Mirror, counts: Sequence[int]) -> Network:
     return replace(network, streams=tuple(streams))
 
 
-def _differs(side: Side, told: OnnxSide, found: Mirror, batch: Named) -> str:
-    """Return where torch computes other states than ONNX Runtime on a batch, or fails; nothing where they agree."""
-    anchors = {b.anchor.total: b.anchor.axis for b in side.network.blocks}
-    names = {node: value for value, node in found.names.items() if node in anchors}
-    walk = Walk(side.module, list(anchors), [batch])
+def _differs(side: Side, told: OnnxSide, found: Mirror, batch: Named, axes: Mapping[str, int]) -> str:
+    """Return where torch computes other values than ONNX Runtime on a batch, or fails; nothing where they agree.
+
+    axes: the nodes of the values, each with its axis of channels.
+    """
+    names = {node: value for value, node in found.names.items() if node in axes}
+    walk = Walk(side.module, list(axes), [batch])
     judge = OnnxModule(widened(told.model, ir.DataType.FLOAT)) if walk.to else runnable(told.model)
     wanted = judge.watch(list(names.values()), **batch)
     while not walk.over:
@@ -103,8 +111,8 @@ def _differs(side: Side, told: OnnxSide, found: Mirror, batch: Named) -> str:
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as fault:
             return f"torch does not run it: {str(fault).partition(chr(10))[0]}"
         if end:
-            there = wanted[names[end]].movedim(anchors[end], -1).float()
-            here = states[0].movedim(anchors[end], -1).float()
+            there = wanted[names[end]].movedim(axes[end], -1).float()
+            here = states[0].movedim(axes[end], -1).float()
             if here.shape != there.shape or not _error(here, there) <= CLOSE:
                 return f"torch computes {names[end]} otherwise than ONNX Runtime"
     return ""

@@ -44,12 +44,14 @@ DONE = 1e-8
 class Side:
     """Hold one of the two models: its module, and the sums of each stream in order.
 
-    tables: how many rows the table of an input has that looks rows up, by its placeholder.
+    tables: how many rows the table of an input has that looks rows up, by its placeholder. scores: the node of the
+    logits, or empty.
     """
 
     module: CapturedModule
     network: Network
     tables: Mapping[str, int]
+    scores: str = ""
 
     @cached_property
     def sums(self) -> dict[tuple[int, int], list[Block]]:
@@ -217,9 +219,11 @@ class Reconstruction:
         if not names:
             return tuple(rows), ()
         modules = self.original.module, self.made.module
+        scores = [(self.original.scores, self.made.scores)] if self.original.scores and self.made.scores else []
         try:
             tokens = self.tokens * total(len(fit)) // total(len(self.fit))
-            found = Together(*modules, ends, names, fit, self.held, tokens, self.shown, self.original.tables).run()
+            known = self.shown, self.original.tables
+            found = Together(*modules, ends, scores, names, fit, self.held, tokens, *known).run()
         except (RuntimeError, NotImplementedError) as fault:
             alone(fault)
             why = f"training them together failed: {str(fault).partition(chr(10))[0]}"

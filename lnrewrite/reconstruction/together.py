@@ -3,7 +3,7 @@
 Fitted one after the other, a branch makes good what those before it left over as far as its own weights can, and they
 move by half of their size. Together, changes of a few per cent do more: on demo:tinygpt without norms the same 8,192
 tokens leave a third of the loss (docs/results/conversion.md). A student is taught by its teacher's states as in FitNets
-(1412.6550); nothing but the states is looked at, so it serves every model that has sums.
+(1412.6550), which serves every model that has sums, and by its logits where it has some (1503.02531).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from ..backends.hiding import Shown
 from ..backends.torch.feeding import flat_inputs
+from ..backends.torch.fused import compared
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.widened import in_float32, is_narrow, raised
 from ..layout import clock
@@ -38,6 +39,8 @@ SWAPPED, DRAWN = 0.1, 0.005
 """The shares of tokens in whose place another stands while training: one of the batch, or any that the model knows."""
 ENOUGH = 100
 """In fewer steps than these, tokens of the whole table are not learned, and only in the way."""
+SCORES = 0.3
+"""What the divergence of the logits, in nats, weighs beside the error of the states."""
 FAR = 4
 """So many times the median of tokens' errors is far off: beyond, an error counts as its logarithm while training."""
 WARMUP = 20
@@ -55,7 +58,7 @@ Pair = tuple[list[object], list[object], Batch]
 
 @dataclass(frozen=True)
 class Trained:
-    """Hold new values of parameters, and the error of the states on held-out data before and after."""
+    """Hold new values of parameters, and the error on held-out data before and after."""
 
     values: Mapping[str, Tensor]
     before: float
@@ -67,13 +70,15 @@ class Together:
     """Train parameters of `made` on the batches of `fit`; what comes of it is kept where it helps on those of `held`.
 
     A step learns from one batch of each process, so that many make fewer steps where the data are gone through in them.
-    ends: the sums' nodes in both models, and how their states are compared. tokens: how many there are to fit on.
+    ends: the sums' nodes in both models, and how their states are compared. scores: the nodes of their logits, where
+    they have some. tokens: how many there are to fit on.
     shown: which tokens of the original's states count. tables: how many rows the table of an input of the original has.
     """
 
     original: CapturedModule
     made: CapturedModule
     ends: Sequence[tuple[str, str, Measure]]
+    scores: Sequence[tuple[str, str]]
     names: Collection[str]
     fit: Sequence[Batch]
     held: Sequence[Batch]
@@ -120,12 +125,22 @@ class Together:
         return self._error(parameters, batch, tamed)
 
     def _error(self, parameters: Mapping[str, Tensor], batch: Pair, over: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return how far the states are from the original's on one batch, `over` tokens, the mean over sums."""
+        """Return how far the states and the logits are from the original's on one batch, `over` tokens.
+
+        Of the states, the mean over sums.
+        """
         with torch.no_grad():
             theirs = self._runs[0]({}, batch[0])
-        rows = zip(self.ends, theirs, self._runs[1](parameters, batch[1]), strict=True)
-        here = [(m.on(self.shown, name, one, batch[2]), one, other) for (name, _, m), one, other in rows]
-        return torch.stack([over(distance(measure, one, other)) for measure, one, other in here]).mean()
+        values = list(zip(theirs, self._runs[1](parameters, batch[1]), strict=True))
+        many = len(self.ends)
+        rows = zip(self.ends, values[:many], strict=True)
+        here = [(m.on(self.shown, name, one, batch[2]), one, other) for (name, _, m), (one, other) in rows]
+        error = torch.stack([over(distance(measure, one, other)) for measure, one, other in here]).mean()
+        for its, mine in values[many:]:
+            nats = compared(mine, its, None)[1][..., None]
+            shown = self.shown.rows(self.ends[-1][0], nats, batch[2])
+            error = error + SCORES * over(nats.flatten() if shown is None else nats.flatten()[shown])
+        return error
 
     @torch.no_grad()
     def _mean(self, parameters: Mapping[str, Tensor], batches: Sequence[Pair]) -> float:
@@ -134,7 +149,7 @@ class Together:
 
     @cached_property
     def _runs(self) -> tuple[States, States]:
-        theirs, mine, _ = zip(*self.ends, strict=True)
+        theirs, mine = zip(*((one, other) for one, other, _ in self.ends), *self.scores, strict=True)
         return states_of(self.original, theirs), states_of(self.made, mine)
 
     def _rows(self, steps: int) -> list[int]:

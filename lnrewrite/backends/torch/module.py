@@ -266,6 +266,13 @@ def stored(module: torch.nn.Module, name: str) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def output_at(module: CapturedModule, number: int | None) -> str:
+    """Return the name of the node that gives the output of a number; empty where there is none."""
+    nodes = pytree.tree_leaves(module.graph.output_node().args[0])
+    found = None if number is None else nodes[number]
+    return found.name if isinstance(found, fx.Node) else ""
+
+
 def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
     """Register a parameter under a dotted name, making the containers on its way."""
     holder, leaf = holder_of(module, name)
