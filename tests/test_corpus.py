@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 import lnrewrite as lnr
 import zoo
 from lnrewrite import demo
-from lnrewrite.data import documents
 from lnrewrite.backends.torch.fused import IGNORED
+from lnrewrite.data import documents
 from lnrewrite.healing.losses import Objective
 from lnrewrite.healing.opening import Reading, apart, held_out_of, open_source, tokenizer_named
 from lnrewrite.healing.sources import ArraySource, Windows

@@ -13,8 +13,8 @@ from torch import Tensor
 import lnrewrite as lnr
 import zoo
 from lnrewrite import demo
-from lnrewrite.healing.config import HealingConfig
 from lnrewrite.backends.torch.fused import IGNORED
+from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.losses import Objective
 from lnrewrite.healing.rehearsal import Rehearsed, known
 from lnrewrite.healing.sources import WHOLE, BatchSource, Tensors

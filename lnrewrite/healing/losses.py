@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..algebra.fitting import Floats
 from ..backends.hiding import ELSEWHERE, counted, hides
 from ..backends.inputs import Tensors
+from ..backends.torch.fused import IGNORED, apart, compared
 from ..comparison.verifying import distances, drift_of, logits
 from ..compat.torch import tensors_in
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean
@@ -23,7 +24,6 @@ from ..ir import Kind
 from ..models.program import Program
 from ..pipeline.feed import masks
 from ..pipeline.results import Drift
-from ..backends.torch.fused import IGNORED, apart, compared
 from .participant import Participant
 from .sources import LABELS, inputs_of
 from .view import ViewOutput

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends.inputs import Tensors, as_tensor, check_numbers
+from ..backends.torch.fused import IGNORED
 from ..comparison.verifying import logits
 from ..data.batches import ARRAYS, Data
 from ..data.calibration import read_batches
@@ -21,7 +22,6 @@ from ..errors import Code, LnrewriteError
 from ..ir.inputs import Content
 from ..loading.transformers import Tokenizer, tokenizer_in
 from ..models.program import Program
-from ..backends.torch.fused import IGNORED
 from .sources import LABELS, LOGITS, ROWS, WIDE, ArraySource, BatchSource, IterableSource, Windows, chunks
 
 LEAST = 16

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..backends.inputs import Tensors
-from ..comparison.verifying import logits
 from ..backends.torch.fused import IGNORED
+from ..comparison.verifying import logits
 from .losses import Objective
 from .participant import Participant
 from .sources import LABELS, WHOLE, BatchSource, number

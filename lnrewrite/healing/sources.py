@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..backends.inputs import Tensors
-from ..data.batches import Data
 from ..backends.torch.fused import IGNORED
+from ..data.batches import Data
 
 LABELS = "labels"
 """The key of targets in a batch, where the model takes no input of that name: [batch, ...], -100 for none."""

@@ -277,8 +277,8 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         from ..reconstruction.onnx_models import OnnxSide, fitted_onnx
 
         at = scores_of(original.call(original.example_inputs()), original.network)
-        names = ["" if at is None else str(p.model.graph.outputs[at].name) for p in (original, self)]
-        sides = [OnnxSide(p.model, p.network, p.id_limits(), n) for p, n in zip((original, self), names, strict=True)]
+        scores = "" if at is None else str(original.model.graph.outputs[at].name)
+        sides = [OnnxSide(p.model, p.network, p.id_limits(), scores) for p in (original, self)]
         given = [[original.tensors(b) for b in half] for half in (fit, held)]
         rows, notes, values = fitted_onnx(sides[0], sides[1], blocks, *given)
         for name, value in values.items():

@@ -62,10 +62,11 @@ def fitted_onnx(
         axes = {b.anchor.total: b.anchor.axis for b in side.network.blocks}
         if why := _differs(side, told, found, fit[0], axes):
             return (), (f"its branches were not fitted to the data: {why}",), {}
-    scores = [found.names.get(told.scores, "") for told, found in zip(both, mirrors, strict=True)]
-    every = zip(sides, both, mirrors, scores, strict=True)
-    if all(scores) and not any(_differs(*side, fit[0], {node: -1}) for *side, node in every):
-        sides = [replace(side, scores=node) for side, node in zip(sides, scores, strict=True)]
+    if all(told.scores in found.names for told, found in zip(both, mirrors, strict=True)):
+        scored = [replace(s, scores=m.names[told.scores]) for s, told, m in zip(sides, both, mirrors, strict=True)]
+        every = zip(scored, both, mirrors, strict=True)
+        if not any(_differs(side, told, found, fit[0], {side.scores: -1}) for side, told, found in every):
+            sides = scored
     rows, more = fitted(sides[0], sides[1], set(blocks) & reached, fit, held)
     weights, parameters = mirrors[1].weights, dict(sides[1].module.named_parameters())
     values = {weights[n]: parameters[n].detach() for row in rows for n in row.weights}

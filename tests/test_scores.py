@@ -1,0 +1,88 @@
+"""Where branches are trained together, the logits are followed beside the states: those of tokens that count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lnrewrite as lnr
+from lnrewrite.reconstruction import together
+from lnrewrite.reconstruction.together import Together
+from zoo.norms import randomise
+
+WIDTH, CLASSES, HIDDEN = 8, 25, 3
+
+
+class Speaker(nn.Module):
+    """Mix the tokens that a mask shows; give logits, or with a head as wide as the stream what may be states."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.maps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.table(ids)
+        shown = attention_mask[..., None].to(x.dtype)
+        for norm, linear in zip(self.norms, self.maps, strict=False):
+            y = norm(x)
+            x = x + linear(y + (y * shown).sum(1, keepdim=True) / shown.sum(1, keepdim=True))
+        found: Tensor = self.head(self.norms[-1](x))
+        return found
+
+
+def batches(count: int) -> list[dict[str, Tensor]]:
+    """Return rows of which the last tokens are padding."""
+    g = torch.Generator().manual_seed(0)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[:, -HIDDEN:] = 0
+    return [{"ids": torch.randint(0, CLASSES, (2, 8), generator=g), "attention_mask": mask} for _ in range(count)]
+
+
+def trained(classes: int, form: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Together:
+    """Return the training of a conversion, as it stood before its first step."""
+    torch.manual_seed(0)
+    program: Any = lnr.capture(randomise(Speaker(classes)).eval(), kwargs=batches(1)[0])
+    if form == "onnx":
+        program.export(folder / "m.onnx")
+        program = lnr.load(folder / "m.onnx")
+    seen: list[Together] = []
+    run = Together.run
+
+    def watched(self: Together) -> together.Trained:
+        seen.append(self)
+        return run(self)
+
+    monkeypatch.setattr(Together, "run", watched)
+    lnr.Pipeline.parse("place{to=none}").run(program, batches(5))
+    return seen[0]
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_the_error_holds_the_divergence_of_the_logits_that_count(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = trained(CLASSES, form, tmp_path, monkeypatch)
+    assert len(training.scores) == 1
+    pair = training._pair(batches(1)[0])
+    weight, whole = together.SCORES, training._error({}, pair, torch.mean)
+    monkeypatch.setattr(together, "SCORES", 0.0)
+    states = training._error({}, pair, torch.mean)
+    with torch.no_grad():
+        its, mine = (run({}, values)[-1].log_softmax(-1) for run, values in zip(training._runs, pair[:2], strict=True))
+    rows = F.kl_div(mine, its, reduction="none", log_target=True).sum(-1)
+    nats = rows[:, :-HIDDEN].mean()
+    assert nats > 1e-6
+    torch.testing.assert_close(whole - states, weight * nats, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_what_may_be_states_is_no_logits(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not trained(WIDTH, form, tmp_path, monkeypatch).scores
