@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lnrewrite as lnr
-from lnrewrite.reconstruction import together
+from lnrewrite.reconstruction import followed, together
 from lnrewrite.reconstruction.together import Together
 from zoo.norms import randomise
 
@@ -70,10 +70,10 @@ def test_the_error_holds_the_divergence_of_the_logits_that_count(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = trained(CLASSES, form, tmp_path, monkeypatch)
-    assert len(training.scores) == 1
+    assert training.followed.scores
     pair = training._pair(batches(1)[0])
-    weight, whole = together.SCORES, training._error({}, pair, torch.mean)
-    monkeypatch.setattr(together, "SCORES", 0.0)
+    weight, whole = followed.SCORES, training._error({}, pair, torch.mean)
+    monkeypatch.setattr(followed, "SCORES", 0.0)
     states = training._error({}, pair, torch.mean)
     with torch.no_grad():
         its, mine = (run({}, values)[-1].log_softmax(-1) for run, values in zip(training._runs, pair[:2], strict=True))
@@ -85,4 +85,4 @@ def test_the_error_holds_the_divergence_of_the_logits_that_count(
 
 @pytest.mark.parametrize("form", ["torch", "onnx"])
 def test_what_may_be_states_is_no_logits(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not trained(WIDTH, form, tmp_path, monkeypatch).scores
+    assert not trained(WIDTH, form, tmp_path, monkeypatch).followed.scores

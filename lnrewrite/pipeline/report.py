@@ -80,7 +80,8 @@ class Fitted:
 
     Errors are squared, on data that was not fitted on, in units of what the original's branch adds. `weights` maps each
     parameter that moved to |W - W0| over the larger of |W| and |W0|; `why` says what hindered the fit. The row without
-    blocks is the training of all together: its errors are those of the states, relative, the mean over sums.
+    blocks is the training of all together: its errors are those of the states, relative, the mean over sums, with a
+    share of the divergence of the logits where the model has some.
     """
 
     blocks: tuple[str, ...]
@@ -259,7 +260,7 @@ class Report:
             yield f"  and {len(worst) - _SHOWN} more"
         for row in self.fitted:
             if not row.blocks:
-                yield f"  then all together: the states' squared error {row.before:.2e} -> {row.after:.2e}"
+                yield f"  then all together: error {row.before:.2e} -> {row.after:.2e}"
 
 
 def _some(rows: Iterable[str]) -> Iterator[str]:

@@ -29,6 +29,7 @@ from ..pipeline.report import Fitted
 from ..pipeline.shares import alone, anywhere, processes, total
 from ..quiet import LOGGER
 from .fitting import Fitting
+from .followed import Followed
 from .goals import Goal, Measure, goals_of
 from .together import LARGEST, Together, states_of
 
@@ -214,16 +215,16 @@ class Reconstruction:
         The rows say how far each parameter went.
         """
         both = zip(self.original.sums.items(), self.made.sums.values(), strict=True)
-        ends = [(a[-1].anchor.total, b[-1].anchor.total, self.measure(at)) for (at, a), b in both]
+        states = [(a[-1].anchor.total, b[-1].anchor.total, self.measure(at)) for (at, a), b in both]
         names = [n for start in self.start.values() for n in start]
         if not names:
             return tuple(rows), ()
         modules = self.original.module, self.made.module
-        scores = [(self.original.scores, self.made.scores)] if self.original.scores and self.made.scores else []
+        scores = self.original.scores, self.made.scores
+        followed = Followed(states, scores if all(scores) else None, self.shown)
         try:
             tokens = self.tokens * total(len(fit)) // total(len(self.fit))
-            known = self.shown, self.original.tables
-            found = Together(*modules, ends, scores, names, fit, self.held, tokens, *known).run()
+            found = Together(*modules, followed, names, fit, self.held, tokens, self.original.tables).run()
         except (RuntimeError, NotImplementedError) as fault:
             alone(fault)
             why = f"training them together failed: {str(fault).partition(chr(10))[0]}"

@@ -1,9 +1,8 @@
-"""Train the branches of a converted model together, so that its states follow the original's from end to end.
+"""Train the branches of a converted model together, so that it follows the original from end to end.
 
 Fitted one after the other, a branch makes good what those before it left over as far as its own weights can, and they
 move by half of their size. Together, changes of a few per cent do more: on demo:tinygpt without norms the same 8,192
-tokens leave a third of the loss (docs/results/conversion.md). A student is taught by its teacher's states as in FitNets
-(1412.6550), which serves every model that has sums, and by its logits where it has some (1503.02531).
+tokens leave a third of the loss (docs/results/conversion.md).
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch.func import functional_call
 
-from ..backends.hiding import Shown
 from ..backends.torch.feeding import flat_inputs
-from ..backends.torch.fused import compared
 from ..backends.torch.module import CapturedModule
 from ..backends.torch.widened import in_float32, is_narrow, raised
 from ..layout import clock
 from ..pipeline.protocols import Batch
 from ..pipeline.shares import anywhere, everyone, processes, total
 from ..quiet import LOGGER
-from .goals import Measure
+from .followed import Followed, tamed
 from .schedule import share
 
 STEPS, TOKENS, EPOCHS = 256, 28, 4
@@ -39,10 +36,6 @@ SWAPPED, DRAWN = 0.1, 0.005
 """The shares of tokens in whose place another stands while training: one of the batch, or any that the model knows."""
 ENOUGH = 100
 """In fewer steps than these, tokens of the whole table are not learned, and only in the way."""
-SCORES = 0.3
-"""What the divergence of the logits, in nats, weighs beside the error of the states."""
-FAR = 4
-"""So many times the median of tokens' errors is far off: beyond, an error counts as its logarithm while training."""
 WARMUP = 20
 """The steps in which the rate rises."""
 SAY = 32
@@ -51,7 +44,7 @@ LARGEST = 2**28
 """Models of more parameters are fitted branch by branch alone: here all are in memory, three times over."""
 
 States = Callable[[Mapping[str, Tensor], Sequence[object]], list[Tensor]]
-"""Gives a model's states behind its sums, for some parameters and a batch."""
+"""Gives the values of a model's nodes, for some parameters and a batch."""
 Pair = tuple[list[object], list[object], Batch]
 """A batch as both models take it, and as it was given."""
 
@@ -70,20 +63,16 @@ class Together:
     """Train parameters of `made` on the batches of `fit`; what comes of it is kept where it helps on those of `held`.
 
     A step learns from one batch of each process, so that many make fewer steps where the data are gone through in them.
-    ends: the sums' nodes in both models, and how their states are compared. scores: the nodes of their logits, where
-    they have some. tokens: how many there are to fit on.
-    shown: which tokens of the original's states count. tables: how many rows the table of an input of the original has.
+    tokens: how many there are to fit on. tables: how many rows the table of an input of the original has.
     """
 
     original: CapturedModule
     made: CapturedModule
-    ends: Sequence[tuple[str, str, Measure]]
-    scores: Sequence[tuple[str, str]]
+    followed: Followed
     names: Collection[str]
     fit: Sequence[Batch]
     held: Sequence[Batch]
     tokens: int
-    shown: Shown
     tables: Mapping[str, int]
 
     def run(self) -> Trained:
@@ -125,22 +114,10 @@ class Together:
         return self._error(parameters, batch, tamed)
 
     def _error(self, parameters: Mapping[str, Tensor], batch: Pair, over: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return how far the states and the logits are from the original's on one batch, `over` tokens.
-
-        Of the states, the mean over sums.
-        """
+        """Return how far a model with some parameters is from the original on one batch, `over` tokens."""
         with torch.no_grad():
             theirs = self._runs[0]({}, batch[0])
-        values = list(zip(theirs, self._runs[1](parameters, batch[1]), strict=True))
-        many = len(self.ends)
-        rows = zip(self.ends, values[:many], strict=True)
-        here = [(m.on(self.shown, name, one, batch[2]), one, other) for (name, _, m), (one, other) in rows]
-        error = torch.stack([over(distance(measure, one, other)) for measure, one, other in here]).mean()
-        for its, mine in values[many:]:
-            nats = compared(mine, its, None)[1][..., None]
-            shown = self.shown.rows(self.ends[-1][0], nats, batch[2])
-            error = error + SCORES * over(nats.flatten() if shown is None else nats.flatten()[shown])
-        return error
+        return self.followed.error(theirs, self._runs[1](parameters, batch[1]), batch[2], over)
 
     @torch.no_grad()
     def _mean(self, parameters: Mapping[str, Tensor], batches: Sequence[Pair]) -> float:
@@ -149,7 +126,7 @@ class Together:
 
     @cached_property
     def _runs(self) -> tuple[States, States]:
-        theirs, mine = zip(*((one, other) for one, other, _ in self.ends), *self.scores, strict=True)
+        theirs, mine = self.followed.nodes
         return states_of(self.original, theirs), states_of(self.made, mine)
 
     def _rows(self, steps: int) -> list[int]:
@@ -178,22 +155,6 @@ def states_of(module: CapturedModule, ends: Sequence[str]) -> States:
         return list(functional_call(runs, own, tuple(raised(batch) if narrow else batch)))
 
     return states
-
-
-def distance(measure: Measure, theirs: Tensor, mine: Tensor) -> Tensor:
-    """Return how far states [..., width on the measure's axis] are apart, token by token: squared, relative."""
-    wanted, found = measure(theirs), measure(mine)
-    sizes = wanted.square().mean(-1).clamp_min(torch.finfo(wanted.dtype).tiny)
-    return (found - wanted).square().mean(-1) / sizes
-
-
-def tamed(errors: Tensor) -> Tensor:
-    """Return the mean over tokens, where those far off count little more for being further.
-
-    A token that the model was hardly trained on may be off as far as it likes, and would rule over all others.
-    """
-    far = FAR * errors.detach().median().clamp_min(torch.finfo(errors.dtype).tiny)
-    return (far * torch.log1p(errors / far)).mean()
 
 
 def varied(pair: Pair, step: int, tables: Sequence[int]) -> Pair:
