@@ -6,9 +6,9 @@
 
 What a user types: `place{to=...}` with 65,536 tokens of the shipped training text, then `lnr.heal` with the text that
 the models learned, the Python standard library, and a number of tokens: a share of those that they were trained on. It
-is measured on files that no model ever saw. The control is the model itself, trained on the same windows on the task
-alone; it teaches the student, so each run trains one. With --rows, what is done is kept, and a run that was stopped
-goes on there.
+is measured on files that no model ever saw. All seeds heal the same conversion. The control is the model itself,
+trained on the same windows on the task alone; it teaches the student, so each run trains one. With --rows, what is done
+is kept, and a run that was stopped goes on there.
 """
 
 import json
@@ -52,13 +52,19 @@ def teacher_of(model: str) -> Program:
     return lnr.capture(module, kwargs=demo.calibration(1)[0])
 
 
-def one(job: Job) -> dict:
-    """Convert, heal, and return the job with what the report says."""
+def convert(job: Job) -> float:
+    """Write the conversion that a job heals, and return how long that took."""
     torch.set_num_threads(1)
-    started, teacher = time.perf_counter(), teacher_of(job["model"])
+    started = time.perf_counter()
     place = lnr.Pipeline.parse(f"place{{to={job['to']} fit={job['fit']}}}")
-    batches = demo.calibration(job["calibration"] // 1024, seed=job["seed"])
-    student = place.run(teacher, batches).program
+    place.run(teacher_of(job["model"]), demo.calibration(job["calibration"] // 1024)).program.save(job["student"])
+    return time.perf_counter() - started
+
+
+def heal(job: Job) -> dict:
+    """Heal, and return the job with what the report says."""
+    torch.set_num_threads(1)
+    started, teacher, student = time.perf_counter(), teacher_of(job["model"]), lnr.load(job["student"])
     how = {"tokens": job["tokens"], "seed": job["seed"], "held_out": job["held_out"]}
     how |= {key: json.loads(value) for key, value in (option.split("=", 1) for option in job["options"])}
     report = lnr.heal(teacher, student, job["text"], **how).report
@@ -72,8 +78,11 @@ def run_all(todo: list[Job], kept: Path | None, processes: int) -> list[dict]:
     known = [json.loads(line) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
     done = {_name(row): row for row in known}
     left = [job for job in todo if _name(job) not in done]
+    students = {job["student"]: job for job in left}
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for number, row in enumerate(pool.map(one, left), 1):
+        for job, seconds in zip(students.values(), pool.map(convert, students.values()), strict=True):
+            click.echo(f"converted to {job['to']} in {seconds:.0f} s", err=True)
+        for number, row in enumerate(pool.map(heal, left), 1):
             done[_name(row)] = row
             click.echo(f"{number}/{len(left)} {_name(row)} {row['losses']['healed']:.4f}", err=True)
             if kept:
@@ -109,7 +118,7 @@ def table(rows: list[dict], tokens: int, share: float) -> None:
 @click.argument("model", default="tinygpt")
 @click.option("--share", default=0.01, help="The share of its training that a run may take, in tokens.")
 @click.option("--trained", type=int, help="The tokens of its training.  [default: what these scripts make of it]")
-@click.option("--seeds", default=5, help="Seeds of data order and calibration.")
+@click.option("--seeds", default=5, help="Healings of each conversion, by seeds of the windows and their order.")
 @click.option("--fit", type=click.Choice(["reconstruct", "constants"]), default="reconstruct", help="As in `convert`.")
 @click.option("--calibration", default=65_536, help="The tokens that conversions are fitted to, in rows of 128.")
 @click.option("--to", "placements", multiple=True, type=click.Choice(TO), default=TO, help="These placements.")
@@ -143,8 +152,10 @@ def main(
             "tokens": tokens,
             "text": str(text),
             "held_out": str(held_out),
+            "options": list(options),
         }
-        jobs = [base | {"options": list(options), "to": to, "seed": s} for s in range(seeds) for to in placements]
+        students = [base | {"to": to, "student": str(Path(folder, f"{to}.pt2"))} for to in placements]
+        jobs = [row | {"seed": seed} for seed in range(seeds) for row in students]
         found = run_all(jobs, rows, processes)
     table(found, tokens, share)
     minutes, each = (time.perf_counter() - started) / 60, sum(r["seconds"] for r in found) / 60
