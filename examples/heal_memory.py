@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lnrewrite.backends.torch import fused
 from lnrewrite.backends.torch.capture import capture_module
 from lnrewrite.checkpoints.healing import heal_folder
 from lnrewrite.checkpoints.shards import Stored, stored_in
-from lnrewrite.healing import fused
 from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.distributed import World
 from lnrewrite.healing.losses import Mix, Objective
