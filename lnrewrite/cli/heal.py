@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.option("--no-control", is_flag=True, help="Do not train the teacher on the same tokens first.")
 @click.option("--batch-size", type=int, help="Rows of a step, over all processes; default a few.")
 @click.option("--accumulate", default=1, show_default=True, help="Micro-batches of a step.")
-@click.option("--rehearse", default=0.03125, show_default=True, help="This share of the rows holds random tokens.")
+@click.option("--rehearse", default=0.0078125, show_default=True, help="This share of the rows holds random tokens.")
 @click.option("--tokenizer", metavar="FOLDER", help="Reads the text; default: that of TEACHER's folder.")
 @click.option("--field", default="text", show_default=True, help="What holds the text in .jsonl and .parquet.")
 @click.option("--length", type=click.IntRange(2, 2**20), help="Tokens of a window cut from a text.")

@@ -63,7 +63,7 @@ class HealingConfig:
     control: bool = True
     batch_size: int | None = None
     accumulate: int = 1
-    rehearse: float = 0.03125
+    rehearse: float = 0.0078125
     lr: float | None = None
     gain_lr: float | None = None
     control_lr: float | None = None
