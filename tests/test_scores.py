@@ -80,7 +80,8 @@ def test_the_error_holds_the_divergence_of_the_logits_that_count(
     rows = F.kl_div(mine, its, reduction="none", log_target=True).sum(-1)
     nats = rows[:, :-HIDDEN].mean()
     assert nats > 1e-6
-    torch.testing.assert_close(whole - states, weight * nats, rtol=1e-3, atol=0)
+    # a difference of float32 sums, some thirty times as large as it
+    torch.testing.assert_close(whole - states, weight * nats, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("form", ["torch", "onnx"])

@@ -1,8 +1,7 @@
 """Train the branches of a converted model together, so that it follows the original from end to end.
 
 Fitted one after the other, a branch makes good what those before it left over as far as its own weights can, and they
-move by half of their size. Together, changes of a few per cent do more: on demo:tinygpt without norms the same 8,192
-tokens leave a quarter of the loss (docs/results/conversion.md).
+move by half of their size. Together, changes of a few per cent do more (docs/results/conversion.md).
 """
 
 from __future__ import annotations
