@@ -62,6 +62,18 @@ def test_both_losses_of_logits_are_the_plain_ones(
     assert torch.allclose(slope(ours, mine), slope(theirs, mine), rtol=1e-10, atol=1e-12)
 
 
+def test_classes_without_a_chance_add_nothing() -> None:
+    """What is at -inf in both might as well not be there, and takes no gradient."""
+    mine, its, targets = drawn((2, 3, 11))
+    never = torch.zeros(11, dtype=torch.bool)
+    never[8:] = True
+    targets = targets.clamp(max=7)
+    with_them = compared(*(t.masked_fill(never, -math.inf) for t in (mine, its)), targets)
+    without = compared(mine[..., ~never], its[..., ~never], targets)
+    assert all(torch.allclose(one, other) for one, other in zip(with_them, without, strict=True))
+    assert torch.allclose(slope(with_them, mine), slope(without, mine))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_narrow_numbers_are_compared_in_float32(dtype: torch.dtype) -> None:
     """Logits of half precision lose nothing more than they lost, and their gradient has their type."""

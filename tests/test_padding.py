@@ -61,9 +61,13 @@ def hiding(seed: int, left: bool) -> Tensor:
     return places < lengths[:, None] if left else places >= LENGTH - lengths[:, None]
 
 
-def model(kind: str) -> nn.Module:
+def model(kind: str, left: bool = False) -> nn.Module:
+    """Return a small model, without a pooler, which reads the first token, where that may be hidden."""
     torch.manual_seed(0)
-    return Encoder().eval() if kind == "torch" else families.build(kind, head=kind in ("llama", "t5"))[0].eval()
+    made = Encoder() if kind == "torch" else families.build(kind, head=kind in ("llama", "t5"))[0]
+    if left and hasattr(made, "pooler"):
+        made.pooler = None
+    return made.eval()
 
 
 def batches(kind: str, left: bool, other: int) -> list[dict[str, Tensor]]:
@@ -84,7 +88,7 @@ KINDS = [(kind, left) for kind in ("bert", "llama", "t5", "torch") for left in (
 
 
 def converted(kind: str, left: bool, other: int, fit: str) -> Any:
-    module, data = model(kind), batches(kind, left, other)
+    module, data = model(kind, left), batches(kind, left, other)
     program = lnr.capture(module, kwargs=data[0])
     to = "pre" if kind == "bert" else "peri"
     return lnr.Pipeline.parse(f"place{{to={to} fit={fit}}}").run(program, calibrate=data)

@@ -71,8 +71,8 @@ def _changed(value: Tensor) -> Tensor:
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:
-    """Return at which tokens a value differs: bool[tokens]."""
-    moved = (after - before).abs() > STAYS * before.abs().max()
+    """Return at which tokens a value differs, bool[tokens]; what is infinite alike (classes never chosen) does not."""
+    moved = (after - before).abs() > STAYS * before.nan_to_num(0, 0, 0).abs().max()
     return moved.flatten(2).any(-1).any(0) if moved.dim() > 2 else moved.any(0)
 
 

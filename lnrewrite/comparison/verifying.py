@@ -208,6 +208,7 @@ def distances(
     """Return what a drift is made of, float64[7], which adds up over batches and rows; a piece is widened at a time.
 
     |a - b|^2, |a|^2, ab and |b|^2 over all outputs, KL(a || b) of the logits, how often both choose the same, and rows.
+    What is infinite alike in both (classes that a model never chooses) is no difference, and has no size.
     `cut` takes what counts from an output, given its number.
     """
     sums = torch.zeros(7, dtype=torch.float64)
@@ -215,7 +216,8 @@ def distances(
     pairs = [(cut(str(k), x), cut(str(k), y)) for k, (x, y) in enumerate(zip(*both, strict=True))]
     for x, y in pairs:
         for a, b in zip(x.flatten().split(PIECE), y.flatten().split(PIECE), strict=True):
-            a, b = a.double(), b.double()
+            counts = a.isfinite() | (a != b)
+            a, b = a[counts].double(), b[counts].double()
             sums[:4] += torch.stack([((a - b) ** 2).sum(), (a * a).sum(), (a * b).sum(), (b * b).sum()]).cpu()
     at = [pair for pair, x in zip(pairs, both[0], strict=True) if x is named[0]]
     if named[1] is not None and at:
@@ -223,7 +225,7 @@ def distances(
         step = max(1, PIECE // max(1, p.shape[-1]))
         for a, b in zip(*(x.reshape(-1, x.shape[-1]).split(step) for x in (p, q)), strict=True):
             la, lb = a.double().log_softmax(-1), b.double().log_softmax(-1)
-            sums[4] += (la.exp() * (la - lb)).sum().cpu()
+            sums[4] += (la.exp() * (la - lb).masked_fill(la.isneginf(), 0)).sum().cpu()
             sums[5] += (a.argmax(-1) == b.argmax(-1)).sum().cpu()
             sums[6] += len(a)
     return sums

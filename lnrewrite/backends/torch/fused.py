@@ -29,7 +29,8 @@ TINY = 1e-12
 def compared(mine: Tensor, its: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of logits [..., classes] with targets int64[...], and KL(its || mine), both [...].
 
-    In nats, zero where a target is IGNORED, and where there is none, or no other logits. No gradient goes into `its`.
+    In nats, zero where a target is IGNORED, and where there is none, or no other logits. Classes without a chance, at
+    -inf, add nothing. No gradient goes into `its`.
     """
     flat = [None if t is None else t.reshape(-1, mine.shape[-1]) for t in (mine, its)]
     rows = None if targets is None else targets.reshape(-1)
@@ -58,7 +59,8 @@ class _Compared(torch.autograd.Function):
                 entropy[part] = F.nll_loss(q, targets[part], ignore_index=IGNORED, reduction="none")
             if its is not None:
                 p = its[part].to(high).log_softmax(-1)
-                divergence[part] = torch.linalg.vecdot(p.exp(), p.sub_(q))
+                chance = p.exp()
+                divergence[part] = torch.linalg.vecdot(chance, p.sub_(q).masked_fill_(chance == 0, 0))
         return entropy, divergence
 
     @staticmethod
