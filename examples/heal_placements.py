@@ -2,13 +2,13 @@
 
     python examples/heal_placements.py                                  # demo:tinygpt, a per cent of its training
     python examples/train_zoo.py --out zoo --only qwen3                 # once: a model that nothing here was tuned on
-    python examples/heal_placements.py zoo/qwen3 --share 0.05 --seeds 2 --rows rows.jsonl
+    python examples/heal_placements.py zoo/qwen3 --share 0.01 --share 0.05 --share 0.1 --seeds 2 --rows rows.jsonl
 
 What a user types: `place{to=...}` with 65,536 tokens of the shipped training text, then `lnr.heal` with the text that
 the models learned, the Python standard library, and a number of tokens: a share of those that they were trained on. It
-is measured on files that no model ever saw. All seeds heal the same conversion. The control is the model itself,
-trained on the same windows on the task alone; it teaches the student, so each run trains one. With --rows, what is done
-is kept, and a run that was stopped goes on there.
+is measured on files that no model ever saw. All seeds and shares heal the same conversion. The control is the model
+itself, trained on the same windows on the task alone; it teaches the student, so each run trains one. With --rows, what
+is done is kept, conversions beside it, and a run that was stopped goes on there.
 """
 
 import json
@@ -17,6 +17,7 @@ import statistics
 import sysconfig
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -53,9 +54,11 @@ def teacher_of(model: str) -> Program:
 
 
 def convert(job: Job) -> float:
-    """Write the conversion that a job heals, and return how long that took."""
+    """Write the conversion that a job heals if it is not there, and return how long that took."""
     torch.set_num_threads(1)
     started = time.perf_counter()
+    if Path(job["student"]).exists():
+        return 0.0
     place = lnr.Pipeline.parse(f"place{{to={job['to']} fit={job['fit']}}}")
     place.run(teacher_of(job["model"]), demo.calibration(job["calibration"] // 1024)).program.save(job["student"])
     return time.perf_counter() - started
@@ -81,7 +84,7 @@ def run_all(todo: list[Job], kept: Path | None, processes: int) -> list[dict]:
     students = {job["student"]: job for job in left}
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for job, seconds in zip(students.values(), pool.map(convert, students.values()), strict=True):
-            click.echo(f"converted to {job['to']} in {seconds:.0f} s", err=True)
+            click.echo(f"converted to {job['to']} in {seconds:.0f} s" if seconds else f"{job['to']} is there", err=True)
         for number, row in enumerate(pool.map(heal, left), 1):
             done[_name(row)] = row
             click.echo(f"{number}/{len(left)} {_name(row)} {row['losses']['healed']:.4f}", err=True)
@@ -97,8 +100,9 @@ def _name(job: dict) -> str:
     )
 
 
-def table(rows: list[dict], tokens: int, share: float) -> None:
+def table(rows: list[dict], share: float) -> None:
     """Print the gaps to the control, mean and extremes over seeds."""
+    tokens = rows[0]["tokens"]
     control = {r["seed"]: r["losses"]["control"] for r in rows}
     trained = rows[0]["losses"]["teacher"]
     click.echo(f"\n**{Path(rows[0]['model']).stem}**: as trained {trained:.4f} nats per byte, control ", nl=False)
@@ -116,7 +120,7 @@ def table(rows: list[dict], tokens: int, share: float) -> None:
 
 @click.command(context_settings={"show_default": True})
 @click.argument("model", default="tinygpt")
-@click.option("--share", default=0.01, help="The share of its training that a run may take, in tokens.")
+@click.option("--share", "shares", multiple=True, type=float, default=(0.01,), help="Of its training, in tokens.")
 @click.option("--trained", type=int, help="The tokens of its training.  [default: what these scripts make of it]")
 @click.option("--seeds", default=5, help="Healings of each conversion, by seeds of the windows and their order.")
 @click.option("--fit", type=click.Choice(["reconstruct", "constants"]), default="reconstruct", help="As in `convert`.")
@@ -124,10 +128,10 @@ def table(rows: list[dict], tokens: int, share: float) -> None:
 @click.option("--to", "placements", multiple=True, type=click.Choice(TO), default=TO, help="These placements.")
 @click.option("--option", "options", multiple=True, help="Of `lnr.heal`, its value as JSON: lr=6e-4, progressive=true.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each.")
-@click.option("--rows", type=click.Path(path_type=Path), help="A file that keeps each run's figures.")
+@click.option("--rows", type=click.Path(path_type=Path), help="Keep figures here, and conversions beside it.")
 def main(
     model: str,
-    share: float,
+    shares: tuple[float, ...],
     trained: int | None,
     seeds: int,
     fit: str,
@@ -140,26 +144,35 @@ def main(
     """Print the table of gaps of MODEL: tinygpt, tinyrope.safetensors or a folder."""
     from train_tinygpt import sources
 
-    started, tokens = time.perf_counter(), round(share * (trained or STEPS[Path(model).name] * 16 * 128))
-    with TemporaryDirectory() as folder:
+    started = time.perf_counter()
+    with nullcontext(f"{rows}.kept") if rows else TemporaryDirectory() as folder:
         text, held_out = Path(folder, "training.txt"), Path(folder, "held_out.txt")
+        Path(folder).mkdir(exist_ok=True)
         text.write_bytes(sources(Path(sysconfig.get_paths()["stdlib"]), 0)[0])
         held_out.write_bytes(demo.heldout_text())
         base = {
             "model": model,
             "fit": fit,
             "calibration": calibration,
-            "tokens": tokens,
             "text": str(text),
             "held_out": str(held_out),
             "options": list(options),
         }
-        students = [base | {"to": to, "student": str(Path(folder, f"{to}.pt2"))} for to in placements]
-        jobs = [row | {"seed": seed} for seed in range(seeds) for row in students]
+        kept = Path(folder, f"{Path(model).stem}-{fit}-{calibration}")
+        students = [base | {"to": to, "student": f"{kept}-{to}.pt2"} for to in placements]
+        of = trained or STEPS[Path(model).name] * 16 * 128
+        jobs = [
+            row | {"tokens": round(share * of), "seed": seed}
+            for share in shares
+            for seed in range(seeds)
+            for row in students
+        ]
         found = run_all(jobs, rows, processes)
-    table(found, tokens, share)
-    minutes, each = (time.perf_counter() - started) / 60, sum(r["seconds"] for r in found) / 60
-    click.echo(f"\n{len(found)} runs, {processes} at a time, one thread each: {minutes:.1f} min ({each:.1f} in all)")
+    each = len(found) // len(shares)
+    for number, share in enumerate(shares):
+        table(found[number * each : (number + 1) * each], share)
+    minutes, summed = (time.perf_counter() - started) / 60, sum(r["seconds"] for r in found) / 60
+    click.echo(f"\n{len(found)} runs, {processes} at a time, one thread each: {minutes:.1f} min ({summed:.1f} in all)")
 
 
 if __name__ == "__main__":
