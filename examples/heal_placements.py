@@ -54,11 +54,9 @@ def teacher_of(model: str) -> Program:
 
 
 def convert(job: Job) -> float:
-    """Write the conversion that a job heals if it is not there, and return how long that took."""
+    """Write the conversion that a job heals, and return how long that took."""
     torch.set_num_threads(1)
     started = time.perf_counter()
-    if Path(job["student"]).exists():
-        return 0.0
     place = lnr.Pipeline.parse(f"place{{to={job['to']} fit={job['fit']}}}")
     place.run(teacher_of(job["model"]), demo.calibration(job["calibration"] // 1024)).program.save(job["student"])
     return time.perf_counter() - started
@@ -81,10 +79,10 @@ def run_all(todo: list[Job], kept: Path | None, processes: int) -> list[dict]:
     known = [json.loads(line) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
     done = {_name(row): row for row in known}
     left = [job for job in todo if _name(job) not in done]
-    students = {job["student"]: job for job in left}
+    students = {job["student"]: job for job in left if not Path(job["student"]).exists()}
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for job, seconds in zip(students.values(), pool.map(convert, students.values()), strict=True):
-            click.echo(f"converted to {job['to']} in {seconds:.0f} s" if seconds else f"{job['to']} is there", err=True)
+            click.echo(f"converted to {job['to']} in {seconds:.0f} s", err=True)
         for number, row in enumerate(pool.map(heal, left), 1):
             done[_name(row)] = row
             click.echo(f"{number}/{len(left)} {_name(row)} {row['losses']['healed']:.4f}", err=True)
@@ -100,9 +98,8 @@ def _name(job: dict) -> str:
     )
 
 
-def table(rows: list[dict], share: float) -> None:
+def table(rows: list[dict], tokens: int, share: float) -> None:
     """Print the gaps to the control, mean and extremes over seeds."""
-    tokens = rows[0]["tokens"]
     control = {r["seed"]: r["losses"]["control"] for r in rows}
     trained = rows[0]["losses"]["teacher"]
     click.echo(f"\n**{Path(rows[0]['model']).stem}**: as trained {trained:.4f} nats per byte, control ", nl=False)
@@ -158,21 +155,15 @@ def main(
             "held_out": str(held_out),
             "options": list(options),
         }
-        kept = Path(folder, f"{Path(model).stem}-{fit}-{calibration}")
+        kept = Path(folder, f"{Path(model).as_posix().replace('/', '_')}-{fit}-{calibration}")
         students = [base | {"to": to, "student": f"{kept}-{to}.pt2"} for to in placements]
-        of = trained or STEPS[Path(model).name] * 16 * 128
-        jobs = [
-            row | {"tokens": round(share * of), "seed": seed}
-            for share in shares
-            for seed in range(seeds)
-            for row in students
-        ]
+        budgets = {round(share * (trained or STEPS[Path(model).name] * 16 * 128)): share for share in shares}
+        jobs = [row | {"tokens": many, "seed": seed} for many in budgets for seed in range(seeds) for row in students]
         found = run_all(jobs, rows, processes)
-    each = len(found) // len(shares)
-    for number, share in enumerate(shares):
-        table(found[number * each : (number + 1) * each], share)
-    minutes, summed = (time.perf_counter() - started) / 60, sum(r["seconds"] for r in found) / 60
-    click.echo(f"\n{len(found)} runs, {processes} at a time, one thread each: {minutes:.1f} min ({summed:.1f} in all)")
+    for tokens, share in budgets.items():
+        table([row for row in found if row["tokens"] == tokens], tokens, share)
+    minutes, each = (time.perf_counter() - started) / 60, sum(r["seconds"] for r in found) / 60
+    click.echo(f"\n{len(found)} runs, {processes} at a time, one thread each: {minutes:.1f} min ({each:.1f} in all)")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lnrewrite as lnr
+from lnrewrite.comparison.verifying import distances
 from lnrewrite.reconstruction import followed, together
 from lnrewrite.reconstruction.together import Together
 from zoo.norms import randomise
@@ -51,13 +52,18 @@ def batches(count: int) -> list[dict[str, Tensor]]:
     return [{"ids": torch.randint(0, CLASSES, (2, 8), generator=g), "attention_mask": mask} for _ in range(count)]
 
 
+def program(form: str, folder: Path, classes: int, never: int = 0) -> Any:
+    """Return a speaker as a captured module, or as ONNX."""
+    torch.manual_seed(0)
+    found = lnr.capture(randomise(Speaker(classes, never)).eval(), kwargs=batches(1)[0])
+    if form != "onnx":
+        return found
+    found.export(folder / f"{never}.onnx")
+    return lnr.load(folder / f"{never}.onnx")
+
+
 def trained(classes: int, form: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Together:
     """Return the training of a conversion, as it stood before its first step."""
-    torch.manual_seed(0)
-    program: Any = lnr.capture(randomise(Speaker(classes)).eval(), kwargs=batches(1)[0])
-    if form == "onnx":
-        program.export(folder / "m.onnx")
-        program = lnr.load(folder / "m.onnx")
     seen: list[Together] = []
     run = Together.run
 
@@ -66,7 +72,7 @@ def trained(classes: int, form: str, folder: Path, monkeypatch: pytest.MonkeyPat
         return run(self)
 
     monkeypatch.setattr(Together, "run", watched)
-    lnr.Pipeline.parse("place{to=none}").run(program, batches(5))
+    lnr.Pipeline.parse("place{to=none}").run(program(form, folder, classes), batches(5))
     return seen[0]
 
 
@@ -99,12 +105,18 @@ def test_classes_that_are_never_chosen_tell_no_difference(form: str, tmp_path: P
     """A vocabulary padded with -inf is converted as one without, and drifts as far."""
     found = list[dict[str, float]]()
     for never in (0, 7):
-        torch.manual_seed(0)
-        program: Any = lnr.capture(randomise(Speaker(CLASSES, never)).eval(), kwargs=batches(1)[0])
-        if form == "onnx":
-            program.export(tmp_path / f"{never}.onnx")
-            program = lnr.load(tmp_path / f"{never}.onnx")
-        drift = lnr.Pipeline.parse("place{to=none}").run(program, batches(5)).report.drift
+        speaker = program(form, tmp_path, CLASSES, never)
+        drift = lnr.Pipeline.parse("place{to=none}").run(speaker, batches(5)).report.drift
         found.append({name: drift[name] for name in ("relative_error", "cosine", "kl", "top1_agreement")})
     assert found[0]["kl"] > 0
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_distances_of_classes_that_are_never_chosen(dtype: torch.dtype) -> None:
+    """They are those of the other classes, and what is compared stays as it is."""
+    one, two = torch.randn(2, 3, 4, 25, generator=torch.Generator().manual_seed(0)).to(dtype)
+    given = [F.pad(t, (0, 7), value=-math.inf) for t in (one, two)]
+    before = [t.clone() for t in given]
+    assert torch.allclose(distances(*given), distances(one, two), rtol=1e-6)
+    assert all(torch.equal(t, was) for t, was in zip(given, before, strict=True))

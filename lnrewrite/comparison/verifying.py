@@ -17,6 +17,7 @@ from ..backends.outputs import Outputs, difference
 from ..backends.running import Runnable, as_runnable, floats, incomparable, numbers
 from ..backends.torch.contexts import evaluating, quiet
 from ..backends.torch.fixed import elsewhere, other_path
+from ..backends.torch.fused import compared
 from ..compat.torch import pytree, tensors_in
 from ..errors import Code, LnrewriteError, UsageError, did_you_mean
 from ..ir import Exactness, Network
@@ -216,16 +217,15 @@ def distances(
     pairs = [(cut(str(k), x), cut(str(k), y)) for k, (x, y) in enumerate(zip(*both, strict=True))]
     for x, y in pairs:
         for a, b in zip(x.flatten().split(PIECE), y.flatten().split(PIECE), strict=True):
-            counts = a.isfinite() | (a != b)
-            a, b = a[counts].double(), b[counts].double()
+            alike = (a == b) & a.isinf()
+            a, b = (t.double().masked_fill(alike, 0) for t in (a, b))
             sums[:4] += torch.stack([((a - b) ** 2).sum(), (a * a).sum(), (a * b).sum(), (b * b).sum()]).cpu()
     at = [pair for pair, x in zip(pairs, both[0], strict=True) if x is named[0]]
     if named[1] is not None and at:
         p, q = at[0]
         step = max(1, PIECE // max(1, p.shape[-1]))
         for a, b in zip(*(x.reshape(-1, x.shape[-1]).split(step) for x in (p, q)), strict=True):
-            la, lb = a.double().log_softmax(-1), b.double().log_softmax(-1)
-            sums[4] += (la.exp() * (la - lb).masked_fill(la.isneginf(), 0)).sum().cpu()
+            sums[4] += compared(b.double(), a.double(), None)[1].sum().cpu()
             sums[5] += (a.argmax(-1) == b.argmax(-1)).sum().cpu()
             sums[6] += len(a)
     return sums
