@@ -84,22 +84,10 @@ def test_a_page_shows_before_and_after(command: list[str], tmp_path: Path, monke
 def test_heal_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(bytes(k * k % 251 for k in range(40_000)))
+    Path("held.jsonl").write_text("".join(json.dumps({"text": f"document {k} " * 9}) + "\n" for k in range(40)))
     ok("convert", "demo:tinygpt", "--to", "peri", "--fit", "constants", "-o", "peri.pt2")
-    asked = ["--steps", 1, "--batch-size", 1, "--no-control", "--lr", 1e-4, "--length", 16]
-    row = json.loads(
-        ok(
-            "heal",
-            "demo:tinygpt",
-            "peri.pt2",
-            "--data",
-            "text.txt",
-            "-o",
-            "healed.pt2",
-            *asked,
-            "--report",
-            "page.html",
-            "--json",
-        ).stdout
-    )
+    heal = ["heal", "demo:tinygpt", "peri.pt2", "--data", "text.txt", "--held-out", "held.jsonl"]
+    heal += ["--steps", 1, "--batch-size", 1, "--no-control", "--lr", 1e-4, "--length", 16]
+    row = json.loads(ok(*heal, "-o", "healed.pt2", "--report", "page.html", "--json").stdout)
     assert row["report"] == "page.html" and "healed.pt2" in Path("page.html").read_text()
-    fails("LN003", 2, "heal", "demo:tinygpt", "peri.pt2", "--data", "text.jsonl", "-o", "x.pt2", "--report", "y.html")
+    fails("LN025", 1, *heal, "-o", "other.pt2", "--report", "page.html")

@@ -22,10 +22,10 @@ from .generate import generate
 from .heal import heal
 from .kernels import kernels
 from .look import diff, inspect, probe
-from .options import ACCEPT, FORCE, OUT, Screen, among, options, page_of, target_of, tell_name
+from .options import ACCEPT, FORCE, OUT, Screen, among, charts_of, options, page_of, target_of, tell_name
 from .processes import joined
 from .rehost import rehost
-from .report import REPORT, draw_forms, report_of, write_report, written_to
+from .report import REPORT, draw_forms, write_report, written_to
 
 if TYPE_CHECKING:
     from ..pipeline.driver import Pipeline
@@ -309,7 +309,7 @@ def _rewrite(
 
     source = identify(model, how)  # what is not there is told before torch is imported
     output = source.named_after(named) if output is None else output
-    page_target = report_of(page, force, calibrate)
+    page_target = charts_of(page, force)
     working = screen.working(f"opening {model}")
     with working, joined(source, pipeline, host) as shares, written_to(output, dry_run, page_target) as out:
         from ..api import rewrite_source

@@ -14,9 +14,9 @@ from ..files.output import SUFFIXES, check_apart, check_folder, check_outside, n
 from ..loading.identify import identify
 from ..loading.source import Format, OpenOptions, Source
 from ..quiet import LOGGER
-from .options import ACCEPT, DATA, FORCE, Screen, options, target_of, tell_name
+from .options import ACCEPT, DATA, FORCE, Screen, charts_of, options, target_of, tell_name
 from .processes import number
-from .report import REPORT, report_of, write_report
+from .report import REPORT, write_report
 
 if TYPE_CHECKING:
     from ..healing.config import HealingConfig
@@ -104,7 +104,7 @@ def heal(
         target = target_of(output, force)
         if sources[0].path is not None:
             check_apart(target, sources[0].path, f"the teacher, {sources[0].name}")
-    page_target = report_of(page, force, held_out or data)
+    page_target = charts_of(page, force)
     if run is not None and not run.strip():
         raise UsageError(Code.LN003, f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
     with screen.working(f"capturing {teacher}"):

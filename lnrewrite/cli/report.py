@@ -11,29 +11,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import Code, UsageError
 from ..loading.identify import identify
 from ..loading.source import OpenOptions, Source
 from ..quiet import LOGGER
-from .options import charts_of
 
 if TYPE_CHECKING:
     from ..pipeline.report import Report
 
 REPORT = click.option("--report", "page", metavar="FILE.html", help="Write a page too: before and after, on DATA.")
-
-
-def report_of(page: str | None, force: bool, data: str | None) -> Path | None:
-    """Return the page to write, None where none is asked for: what hinders it is told before any work."""
-    target = charts_of(page, force)
-    if target is None:
-        return None
-    from ..data.corpus import FORMS
-
-    if data is not None and ":" not in data and Path(data).suffix not in FORMS:
-        why = f"figures are taken on {', '.join(FORMS)}, and this is {data}"
-        raise UsageError(Code.LN003, "--report", why, "make the page with lnrewrite diff, on such data")
-    return target
 
 
 @contextmanager
