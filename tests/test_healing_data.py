@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import lnrewrite as lnr
@@ -315,3 +316,15 @@ def test_windows_beyond_the_context_are_told(tmp_path: Path) -> None:
     np.save(tmp_path / "t.npy", np.zeros(2000, int))
     with pytest.raises(lnr.LnrewriteError, match=r"LN022 .*fails on input_ids \[\d+, 200\].*context"):
         lnr.heal(teacher, student, str(tmp_path / "t.npy"), steps=1, length=200)
+
+
+@pytest.mark.parametrize(("positions", "window"), [(200, 128), (90, 64)])
+def test_windows_are_no_longer_than_the_context(positions: int, window: int, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, n_positions=positions, vocab_size=100)
+    ids = torch.arange(24).reshape(2, 12)
+    teacher = lnr.capture(transformers.GPT2LMHeadModel(config).eval(), kwargs={"input_ids": ids})
+    student = lnr.Pipeline.parse("place{to=peri}").run(teacher).program
+    np.save(tmp_path / "t.npy", np.arange(4000) % 60)
+    how = {"steps": 2, "batch_size": 4, "control": False, "lr": 1e-4}
+    assert lnr.heal(teacher, student, str(tmp_path / "t.npy"), **how).report.tokens == 2 * 4 * window
+    assert lnr.probe(teacher, str(tmp_path / "t.npy")).to_dict()["data"]

@@ -120,6 +120,21 @@ class Data:
             remedy = "give inputs that the model takes, no longer than its context (heal: --length)"
             raise self.bad(why, remedy) from error
 
+    def settled(self, run: Callable[[Tensors], object]) -> Data:
+        """Return DATA with the longest window of `lengths` that `run` takes, or as it is: that is tried on id 0."""
+        lengths = self.lengths if self.spec.vocabularies else ()
+        for length in lengths:
+            try:
+                run(self.of_ids(torch.zeros(self.rows, length, dtype=torch.int64)))
+            except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+                if other_path(error):
+                    break
+            except LnrewriteError:  # an input that does not follow from ids
+                break
+            else:
+                return self if length == self.window else replace(self, length=length)
+        return self
+
     def tokens(self, held: object) -> bool:
         """Return whether an array is one of tokens that are to be cut, or from which other inputs follow."""
         if len(self.spec.vocabularies) != 1 or not isinstance(held, Tensor | np.ndarray):
@@ -188,7 +203,7 @@ class Data:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return how many tokens a sample of a text may have: the first that the model runs on is the best."""
+        """Return how many tokens a sample of a text may have, the best first: see `settled`."""
         ids = next((each for each in self.spec if "float" not in each.dtype and len(each.dims) == 2), None)
         if ids is None or 1 in ids.free:
             return (self.length,) if self.length else tuple(LENGTH >> halved for halved in range(5))

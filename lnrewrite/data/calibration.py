@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..backends.inputs import Tensors
-from ..errors import LnrewriteError
 from ..pipeline import protocols
 from ..pipeline.job import BatchReader
 from ..quiet import LOGGER
@@ -50,20 +49,12 @@ def check_data(data: str) -> None:
 def calibration_for(program: HasSpec, name: str, seed: int = 0) -> list[Tensors]:
     """Read DATA for a program, which runs on the first batch. Raises LnrewriteError LN022 where it fails on that.
 
-    A text is cut into windows of half as many tokens until the program runs: its context may be shorter than a window.
+    A text is cut into windows that the program takes: its context may be shorter than the usual one (`Data.settled`).
     """
-    data = Data.of(program, name)
-    failed: list[LnrewriteError] = []
-    for length in data.lengths:
-        batches = read_batches(replace(data, length=length), seed, BATCHES, least=EIGHTHS)
-        try:
-            data.check_run(program.call, batches[0])
-            return batches
-        except LnrewriteError as error:
-            failed.append(error)
-        if data.importable or not any(each.shape[1:2] == (length,) for each in batches[0].values()):
-            break  # rows that are taken as they are
-    raise failed[0]
+    data = Data.of(program, name).settled(program.call)
+    batches = read_batches(data, seed, BATCHES, least=EIGHTHS)
+    data.check_run(program.call, batches[0])
+    return batches
 
 
 def read_batches(data: Data, seed: int, limit: int = LIMIT, least: int = 1, field: str = FIELD) -> list[Tensors]:

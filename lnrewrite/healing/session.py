@@ -135,10 +135,11 @@ class _Given:
         """Return the healing of a pair, its data and its folder opened; `stack` closes what it opens."""
         plan, teacher = self.plan, pair.teacher
         watched = Participant.of(teacher, world, plan.bf16)
-        data = Data.of(teacher, self.data if isinstance(self.data, str) else "data", self.length)
+        named = self.data if isinstance(self.data, str) else "data"
+        data = Data.of(teacher, named, self.length).settled(watched.outputs)
         wanted = Wanted.of(plan, data.window, world.size)
         reads = tokenizer_named(self.tokenizer)
-        how = (wanted.micro, self.length, plan.seed, reads, self.field, wanted.batches, world.size)
+        how = (wanted.micro, data.length, plan.seed, reads, self.field, wanted.batches, world.size)
         reading = Reading(*how, run=watched.outputs, usual=lambda each: Wanted.of(plan, each, world.size).micro)
         source: BatchSource = open_source(self.data, teacher, reading)
         held, kept = divided(source.held_out, all(0 in each.free for each in teacher.spec))

@@ -71,7 +71,7 @@ def batches_of(model: Program | OnnxProgram, data: str | Iterable[Batch] | None,
         return Feed(model, data, seed, None).batches
     check_data(data)
     LOGGER.info(f"reading {data}")
-    return read_batches(Data.of(model, data), seed)
+    return read_batches(Data.of(model, data).settled(model.call), seed)
 
 
 class Prober:
