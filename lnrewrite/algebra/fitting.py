@@ -16,6 +16,8 @@ from ..pipeline.shares import everyone, total
 
 Floats = NDArray[np.float64]
 
+ROUNDING = 1e-12
+"""What of a square is rounding."""
 OUTLIER = 20.0
 """A token whose size is this many times the median (attention sinks, padding) takes no part in a fit."""
 
@@ -42,10 +44,16 @@ def of_all(numbers: Floats) -> Floats:
     return np.concatenate(everyone(numbers))
 
 
+def ordinary(sizes: Floats) -> float:
+    """Return the median of the sizes above 0 of all tokens; those of none (padding, a closed gate) do not tell it."""
+    every = of_all(sizes)
+    return float(np.median(every[every > 0])) if every.any() else 0.0
+
+
 def usual(x: Floats) -> Floats:
     """Return 1.0 for tokens of ordinary size, 0.0 for outliers: [tokens]."""
     r = size(x)
-    return np.asarray((r <= OUTLIER * np.median(of_all(r))).astype(np.float64))
+    return np.asarray((r <= OUTLIER * ordinary(r)).astype(np.float64))
 
 
 def _shares(weight: Floats) -> Floats:
@@ -151,19 +159,21 @@ def metric(f: Floats, weight: Floats, steps: int = 200) -> Floats:
     return np.asarray(np.sqrt(q))
 
 
-def offset(f: Floats, weight: Floats, factor: float) -> Floats:
+def offset(f: Floats, weight: Floats, factor: float) -> Floats | None:
     """Return a constant c [width] so that a layer norm behind f + c, f of [tokens, width], is nearly linear in f.
 
     The norm divides by the size of f + c without its mean over channels: with |c| = `factor` times the size of f and c
     in place of f's mean over tokens, N(f + c) ~ N(c) + (f - c (c f) / |c|^2) / size(c), and the norm's bias takes N(c)
     off again. What f has along c is lost, so c lies where f varies least; the rest of the error is of the order
-    1 / factor^2. With b bits of mantissa the offset costs factor / 2^b.
+    1 / factor^2. With b bits of mantissa the offset costs factor / 2^b. None where f is the same for all tokens.
     """
-    w = _shares(weight)[:, None]
+    w = _shares(weight * f.any(-1))[:, None]  # where the state is 0 too, a token weighs more than all others
     f = f - f.mean(-1, keepdims=True)
     mean = total((w * f).sum(0))
     x = f - mean
     gram = total((w * x).T @ x)
+    if np.trace(gram) <= ROUNDING * total(float((w * f * f).sum())):
+        return None
     gram += (np.eye(len(gram)) * 1e-6 + 1.0) * np.trace(gram) / len(gram)  # none along the mean over channels
     inverse = np.linalg.inv(gram)
     across = np.where(np.arange(len(gram)) % 2, -1.0, 1.0)

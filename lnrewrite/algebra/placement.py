@@ -17,10 +17,8 @@ from ..ir import (
     Affine,
     Block,
     Edit,
-    FoldReader,
     Gain,
     Kind,
-    Linear,
     Norm,
     Operation,
     ScaleWriter,
@@ -35,6 +33,7 @@ from ..ir import (
 )
 from ..pipeline.protocols import Context, Samples
 from ..pipeline.shares import anywhere
+from .ends import Ends
 from .fitting import Floats, careful_eps, fit, metric, mix, of_all, offset, size, spread, unit, usual
 
 WRITABLE = {Kind.LAYER, Kind.RMS}
@@ -161,8 +160,12 @@ class Conversion:
         """Return a norm without gain over the block's channels."""
         return Norm(self.kind, eps, axis=block.anchor.axis)
 
+    @property
+    def ends(self) -> Ends:
+        return Ends(self.vectors, self.context.values)
+
     def vector(self, values: Floats | None) -> Vector | None:
-        return None if values is None else self.vectors.add(np.ascontiguousarray(values))
+        return self.ends.vector(values)
 
     def read(self, block: Block, seen: Samples, operations: list[Operation], fits: list[float]) -> None:
         """Keep what the branch reads as it was: keep, insert, take over or remove its in norm."""
@@ -196,21 +199,22 @@ class Conversion:
     ) -> None:
         """Make the readers see scale * trunk + shift: folded into them where that is whole, else as an operation."""
         readers = site.readers if site else block.readers
-        whole = _whole(block, site, self.beta)
+        whole = self.ends.reads(block, site, self.beta)
         if self.unit and site and site.norm.kind is self.kind and not site.norm.computed:
             n = site.norm
             scale: Value | None = Gain(n.gamma, n.plus_one) if n.gamma else None
-            shift: Value | None = Gain(n.beta) if n.beta else None
+            shift = self.context.values(n.beta).reshape(-1) if n.beta else None
         else:
             weight = usual(self.trunk) * usual(seen.read)
             found = fit(self.trunk, seen.read, weight, self.beta)
-            mixing = whole and not any(r.apart for r in readers)
+            alike = not any(s.vector for s in block.scaled("read"))
+            mixing = whole and alike and not any(r.apart for r in readers)
             if mixing and (dense := mix(self.trunk, seen.read, weight, self.beta)):
                 found = dense
             fits.append(found.error)
-            scale, shift = self.vector(found.scale), self.vector(found.shift)
+            scale, shift = self.vector(found.scale), found.shift
         if not (whole and shared):
-            operations += reading(block, site, scale, shift)
+            operations += self.ends.reading(block, site, scale, shift)
 
     def write(
         self, block: Block, seen: Samples, weight: Floats, operations: list[Operation], fits: list[float]
@@ -252,7 +256,7 @@ class Conversion:
         barrier = block.barrier(Side.ADDED)
         if not (self.resized and (block.added or barrier)):
             return more
-        if barrier or not _free(block.added, False):
+        if barrier or any(w.shared for w in block.added):
             self.refuse(block, Code.LN114, "its sum adds more than branches, in weights that are not its own")
             return more
         added = np.broadcast_to(more, self.trunk.shape)
@@ -263,7 +267,7 @@ class Conversion:
 
     def shifts(self, block: Block) -> bool:
         """Return whether a constant before the block's new out norm costs nothing: a writer adds it, beta takes it."""
-        return self.kind is Kind.LAYER and self.beta and _writes(block, shift=True)
+        return self.kind is Kind.LAYER and self.beta and self.ends.writes(block, shift=True)
 
     def without(self, site: Site | None, seen: Samples) -> Floats:
         """Return the branch's end without its out norm: constant scales between the norm and the sum stay."""
@@ -277,7 +281,7 @@ class Conversion:
 
     def rescale(self, block: Block, by: Floats, plus: Floats | None, operations: list[Operation]) -> None:
         """Make the branch end in by * f + plus: in its writers where that is whole, else as an operation."""
-        operations += writing(block, self.vector(by), self.vector(plus))
+        operations += self.ends.writing(block, self.vector(by), plus)
 
     def after(self, block: Block, seen: Samples, last: bool, operations: list[Operation], fits: list[float]) -> None:
         """Take the trunk through the norm after a sum: kept, put on, or taken off."""
@@ -337,33 +341,3 @@ def _kept(group: list[Block], samples: Mapping[str, Samples]) -> tuple[Floats | 
     rest = seen.total - sum(samples[b.name].branch for b in group)
     by = fit(seen.state, rest, np.ones(len(rest))).scale if first.scaled("skip") else first.scale
     return by, rest - by * seen.state
-
-
-def reading(block: Block, site: Site | None, scale: Value | None, shift: Value | None) -> list[Operation]:
-    """Return what lets a branch see scale * u + shift: folded into its readers where that is whole, else on its way."""
-    if _whole(block, site, shift is not None):
-        return [FoldReader(r, scale, shift) for r in (site.readers if site else block.readers)]
-    return [Affine(Where.IN, scale, shift)] if scale or shift else []
-
-
-def writing(block: Block, scale: Value | None, shift: Value | None) -> list[Operation]:
-    """Return what lets a branch end in scale * f + shift: in its writers where that is whole, else at its end."""
-    if scale and _writes(block, shift is not None):
-        return [ScaleWriter(w, scale, shift) for w in block.writers]
-    return [Affine(Where.OUT, scale, shift)]
-
-
-def _whole(block: Block, site: Site | None, shift: bool) -> bool:
-    """Return whether all that reads the branch's entrance are linear maps of its own that take a scale (and shift)."""
-    readers = site.readers if site else block.readers
-    return not (site.taps if site else block.barrier(Side.READ)) and _free(readers, shift)
-
-
-def _writes(block: Block, shift: bool) -> bool:
-    """Return whether all that the branch ends in are linear maps of its own that take a scale (one of them a shift)."""
-    return not (block.barrier(Side.WRITTEN) or (shift and len(block.writers) != 1)) and _free(block.writers, shift)
-
-
-def _free(linears: tuple[Linear, ...], shift: bool) -> bool:
-    """Return whether an edit of these linears touches nothing else and can take a shift where there is one."""
-    return bool(linears) and not any(w.shared for w in linears) and (not shift or all(w.exact for w in linears))

@@ -37,6 +37,7 @@ from ..ir import (
     sums,
 )
 from ..pipeline import Context
+from ..pipeline.protocols import factor_of
 from .basis import Closed
 from .renorming import Factor, is_one, renormed
 from .stored import affine, is_affine
@@ -251,11 +252,9 @@ class Absorber:
         total: Factor = 1.0
         for scale in scales:
             try:
-                by: Factor = self.context.values(scale.by).reshape(-1) if isinstance(scale.by, str) else scale.by
+                total = total * factor_of((scale,), self.context.values)
             except LnrewriteError as error:
                 raise Closed(Code.LN105, f"the factor {scale.by} is computed: {error.why}", error.remedy) from error
-            by = float(by[0]) if isinstance(by, np.ndarray) and not scale.vector else by
-            total = total / by if scale.inverse else total * by
         return total
 
     def value(self, by: Factor) -> Value:

@@ -123,14 +123,17 @@ def _both(wanted: Input, found: Tensor) -> str:
 def check_numbers(spec: InputSpec, tensors: Tensors, what: str) -> None:
     """Raise LnrewriteError LN022 for no samples, NaN or infinite values, and ids that a table has no row for.
 
-    A value may be empty along other axes, as a cache is before its first token.
+    A value may be empty along other axes, as a cache is before its first token; a mask that is added may hold -inf.
     """
     for name, tensor in tensors.items():
         if not tensor.numel():
             if not len(tensor) or not tensor.is_floating_point():
                 misfit(what, f"{name} is empty", "give at least one sample")
             continue
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        wrong = tensor.isfinite().logical_not()
+        if content_of(name, str(tensor.dtype)) is Content.MASK:
+            wrong &= tensor != -torch.inf
+        if tensor.is_floating_point() and bool(wrong.any()):
             misfit(what, f"{name} holds NaN or infinite values", "clean the data")
     for name, rows in spec.rows.items():
         check_ids(name, rows, tensors[name], what)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..algebra.placement import reading, writing
+from ..algebra.ends import Ends
+from ..algebra.fitting import Floats
 from ..ir import Affine, Block, Edit, FoldReader, Norm, Operation, Proposal, SetNorm, Site, Stream, Vectors, Where, sums
 from ..ir.edits import Value
 from ..models.program import Program
@@ -40,6 +41,7 @@ class _Ending:
         self.onto, self.off = tapering.onto(stream), tapering.off(stream)
         self.tapers = {t.site: replace(t, rho=rho) for t, rho in zip(tapering.tapers, sizes, strict=True)}
         self.vectors = Vectors()
+        self.ends = Ends(self.vectors, program.values)
         self.gone: set[str] = set()
 
     def edits(self) -> list[Edit]:
@@ -78,12 +80,12 @@ class _Ending:
         """Yield what lets a branch read the trunk's norm: its own goes but for gain and bias, it writes 1 / rho."""
         site = _held(block, Where.IN)
         yield from self.remove(block, site, *self.constant(site.norm, 1.0))
-        yield from writing(block, self.vectors.add(np.full(self.stream.width, 1 / rho)), None)
+        yield from self.ends.writing(block, self.vectors.add(np.full(self.stream.width, 1 / rho)), None)
 
     def take_over(self, norm: Norm, taper: Taper) -> list[Operation]:
         """Return what lets a block read through the norm that was on the trunk before it, and its skip a constant."""
         scale, shift = self.constant(norm, taper.rho)
-        return [SetNorm(Where.IN, norm), Affine(Where.POST, scale, shift)]
+        return [SetNorm(Where.IN, norm), Affine(Where.POST, scale, self.ends.vector(shift))]
 
     def inside(self, block: Block) -> Iterator[Operation]:
         """Yield what takes the gone norms of a branch out."""
@@ -92,17 +94,17 @@ class _Ending:
             yield from self.remove(block, into, *self.constant(into.norm, taper.rho))
         if out and (taper := self.ended(out)):
             yield SetNorm(Where.OUT, None)
-            yield from writing(block, *self.constant(out.norm, taper.rho))
+            yield from self.ends.writing(block, *self.constant(out.norm, taper.rho), at_norm=True)
 
     def ended(self, site: Site) -> Taper | None:
         """Return the taper that a norm went by, if it went."""
         return next((t for t in self.tapers.values() if t.going and not t.skip and t.value == site.origin[-1]), None)
 
-    def remove(self, block: Block, site: Site, scale: Value, shift: Value | None) -> Iterator[Operation]:
+    def remove(self, block: Block, site: Site, scale: Value, shift: Floats | None) -> Iterator[Operation]:
         """Yield what takes an in norm out, once where parallel branches share it."""
         if site.origin[-1] not in self.gone:
             yield SetNorm(Where.IN, None)
-            yield from reading(block, site, scale, shift)
+            yield from self.ends.reading(block, site, scale, shift)
         self.gone.add(site.origin[-1])
 
     def end(self, rho: float) -> Iterator[Operation]:
@@ -111,15 +113,15 @@ class _Ending:
         if site and (taper := self.ended(site)):
             yield SetNorm(Where.FINAL, None)
             scale, shift = self.constant(site.norm, taper.rho)
-            yield from (FoldReader(reader, scale, shift) for reader in site.readers)
+            yield from (FoldReader(reader, scale, self.ends.vector(shift)) for reader in site.readers)
         elif site and rho != 1.0:
             yield SetNorm(Where.FINAL, replace(site.norm, eps=site.norm.eps / rho**2))
 
-    def constant(self, norm: Norm, rho: float) -> tuple[Value, Value | None]:
+    def constant(self, norm: Norm, rho: float) -> tuple[Value, Floats | None]:
         """Return scale and shift of a norm with the constant size rho: gamma / rho, beta."""
         gain = gain_of(norm, self.program.values)
         scale = np.array(np.broadcast_to(gain / rho, (self.stream.width,)))
-        shift = None if norm.beta is None else self.vectors.add(np.array(self.program.values(norm.beta).reshape(-1)))
+        shift = None if norm.beta is None else np.array(self.program.values(norm.beta).reshape(-1))
         return self.vectors.add(scale), shift
 
 

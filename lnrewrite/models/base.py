@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -229,12 +230,16 @@ class GraphModel(Exportable, Generic[StoredT]):
 
         Raises LnrewriteError LN022 for ids that a table has no row for.
         """
-        if isinstance(batch, Mapping) and "labels" not in self.spec.names:
+        names = self.spec.names
+        if not isinstance(batch, Mapping):
+            if len(batch) < len(names) or not all(isinstance(v, Tensor | np.ndarray) for v in batch):
+                return batch
+            batch = dict(zip(names, batch, strict=False))
+        if "labels" not in names:
             batch = {name: value for name, value in batch.items() if name != "labels"}
-        given = batch if isinstance(batch, Mapping) else dict(zip(self.spec.names, batch, strict=False))
         for name, rows in self.spec.rows.items():
-            if name in given:
-                check_ids(name, rows, torch.as_tensor(given[name]), "calibration data")
+            if name in batch:
+                check_ids(name, rows, torch.as_tensor(batch[name]), "calibration data")
         return batch
 
     def trials(self, seed: int) -> Sequence[Batch]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeVar
 
-from ..ir import Block, Exactness, Network, Norm, Proposal, Stream
+from ..ir import Block, Exactness, Network, Norm, Proposal, Scale, Stream
 from ..ir.select import select
 from .report import Fitted
 from .results import Drift, Gap
@@ -98,13 +98,22 @@ def gain_of(norm: Norm, values: Callable[[str], Floats]) -> Floats | float:
     return norm.factor * (1.0 if norm.gamma is None else values(norm.gamma).reshape(-1) + norm.plus_one)
 
 
+def factor_of(scales: Iterable[Scale], values: Callable[[str], Floats]) -> Floats | float:
+    """Return the product of constant factors, given a parameter's `values`: a number, or one for each channel.
+
+    Raises LnrewriteError LN105 for one that is computed.
+    """
+    total: Floats | float = 1.0
+    for scale in scales:
+        by: Floats | float = scale.by if isinstance(scale.by, float | int) else values(scale.by).reshape(-1)
+        by = by if scale.vector or isinstance(by, float | int) else float(by[0])
+        total = total / by if scale.inverse else total * by
+    return total
+
+
 def kept_of(block: Block, values: Callable[[str], Floats]) -> Floats | float:
-    """Return what a sum multiplies its skip by, given a parameter's `values`: a number, or one for each channel."""
-    by: Floats | float = block.scale
-    for scale in block.scaled("skip"):
-        value = values(scale.by).reshape(-1) if isinstance(scale.by, str) else scale.by
-        by = by / value if scale.inverse else by * value
-    return by
+    """Return what a sum multiplies its skip by: see `factor_of`."""
+    return block.scale * factor_of(block.scaled("skip"), values)
 
 
 class Model(Protocol):

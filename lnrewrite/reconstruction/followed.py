@@ -15,7 +15,7 @@ from torch import Tensor
 from ..backends.hiding import Shown
 from ..backends.torch.fused import compared
 from ..pipeline.protocols import Batch
-from .goals import Measure
+from .goals import Measure, size, usual
 
 SCORES = 0.1
 """What the divergence of the logits, in nats, weighs beside the error of the states."""
@@ -53,15 +53,14 @@ class Followed:
         error = torch.stack([over(distance(measure, one, other)) for measure, one, other in here]).mean()
         if not self.scores:
             return error
-        nats = compared(mine[-1], theirs[-1], None)[1][..., None]
+        nats = compared(mine[-1], theirs[-1], None)[1][..., None].clamp_min(0)  # by rounding it is less
         return error + SCORES * over(self.shown.cut(self.states[-1][0], nats, batch).flatten())
 
 
 def distance(measure: Measure, theirs: Tensor, mine: Tensor) -> Tensor:
     """Return how far states [..., width on the measure's axis] are apart, token by token: squared, relative."""
     wanted, found = measure(theirs), measure(mine)
-    sizes = wanted.square().mean(-1).clamp_min(torch.finfo(wanted.dtype).tiny)
-    return (found - wanted).square().mean(-1) / sizes
+    return ((found - wanted) / size(wanted)).square().mean(-1)
 
 
 def tamed(errors: Tensor) -> Tensor:
@@ -69,5 +68,5 @@ def tamed(errors: Tensor) -> Tensor:
 
     A token that the model was hardly trained on may be off as far as it likes, and would rule over all others.
     """
-    far = FAR * errors.detach().median().clamp_min(torch.finfo(errors.dtype).tiny)
+    far = FAR * usual(errors).clamp_min(torch.finfo(errors.dtype).tiny)
     return (far * torch.log1p(errors / far)).mean()

@@ -15,7 +15,9 @@ from ..pipeline.shares import anywhere, total
 
 FEEDBACK = 0.7
 """How much of the error that the state before a branch has is to be made good by that branch; the rest is left."""
-LEAST = 1e-20
+SMALL = 0.1
+"""A token of less than this share of the usual size (padding, mostly) counts as one of that size."""
+LEAST = 1e-15
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Measure:
         if not self.directions:
             return x
         x = x - x.mean(-1, keepdim=True) if self.centered else x
-        return x / _size(x)
+        return x / size(x)
 
     def on(self, shown: Shown, name: str, state: Tensor, batch: Batch) -> Measure:
         """Return the measure on one batch, given a state of it, with what is known of the tokens that count."""
@@ -78,7 +80,7 @@ def goals_of(
     plain = [replace(m, directions=False) for m in measures]
     targets = [m(t) for m, t in zip(plain, totals, strict=True)]
     starts = [m(s) for m, s in zip(plain, starts, strict=True)]
-    sizes = [_size(t) for t in targets]
+    sizes = [size(t) for t in targets]
     added = sum(float(((t - s) / r).square().sum()) for t, s, r in zip(targets, starts, sizes, strict=True))
     unit = max(math.sqrt(total(float(added))), LEAST)
     known = list(zip(measures, before, strict=bool(before)))
@@ -95,14 +97,22 @@ def goals_of(
     return [Goal(m, t, r * unit) for m, t, r in zip(measures, targets, sizes, strict=True)]
 
 
-def _size(x: Tensor) -> Tensor:
-    return x.square().mean(-1, keepdim=True).sqrt() + LEAST
+def size(x: Tensor) -> Tensor:
+    """Return the root mean square of rows [tokens, width], `SMALL` of the usual one at least: [tokens, 1]."""
+    found = x.square().mean(-1, keepdim=True)
+    return torch.maximum(found, SMALL**2 * usual(found)).clamp_min(LEAST**2).sqrt()
+
+
+def usual(x: Tensor) -> Tensor:
+    """Return the median of what is above 0, without a gradient; 0 where nothing is."""
+    x = x.detach()
+    return torch.where(x > 0, x, torch.nan).nanmedian().nan_to_num(0.0)
 
 
 def _slope(x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
     """Return, per channel, the slope of y over x, tokens of y weighted by their size: what a state hands on."""
     a, b = torch.cat(list(x)), torch.cat(list(y))
-    w = _size(b) ** -2
+    w = size(b) ** -2
     whole = total(w.sum())
     a, b = (v - total((w * v).sum(0)) / whole for v in (a, b))
     return total((w * a * b).sum(0)) / (total((w * a * a).sum(0)) + LEAST)

@@ -7,6 +7,7 @@ hand on; its target is the original's state on the same data. Block by block as 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -96,7 +97,7 @@ def few(side: Side, fit: Sequence[Batch]) -> Sequence[Batch]:
     with torch.no_grad():
         (state,) = states_of(side.module, [anchor.total])({}, flat_inputs(side.module, fit[0]))
     tokens = state.numel() // state.shape[anchor.axis]
-    return fit[: max(1, round(ALONE / processes() / tokens))]
+    return fit[: max(1, round(ALONE / processes() / max(1, tokens)))]
 
 
 class Targets:
@@ -201,7 +202,9 @@ class Reconstruction:
 
         names, before, why = tuple(b.name for b in blocks), error(start), ""
         best, after = start, before
-        if start and before > DONE:
+        if not math.isfinite(before):
+            why = "its states are not finite on the calibration data"
+        elif start and before > DONE:
             try:
                 best, after = Fitting(residual, many, start, RIDGE / self.tokens).fit(error)
             except (RuntimeError, NotImplementedError) as fault:
