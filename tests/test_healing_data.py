@@ -22,7 +22,7 @@ from commands import fails
 from lnrewrite.backends.inputs import spec_of
 from lnrewrite.data.batches import Data
 from lnrewrite.healing.losses import Objective
-from lnrewrite.healing.sources import ArraySource, IterableSource, Windows
+from lnrewrite.healing.sources import TARGETS, ArraySource, IterableSource, Windows
 from tiers import rows
 from zoo import families
 
@@ -297,7 +297,7 @@ def test_labels_that_fit_no_output_are_told() -> None:
 
 def test_ignored_targets_weigh_nothing() -> None:
     objective = Objective("", {}, True)
-    batch = {"labels": torch.tensor([[1, -100], [-100, -100]])}
+    batch = {TARGETS: torch.tensor([[1, -100], [-100, -100]])}
     scores = torch.zeros(2, 2, 4)
     assert objective.count(batch) == 1 and torch.allclose(objective.rows(scores, batch), torch.tensor([4.0]).log())
     masked = Objective("ids", {"mask": 0}, True)

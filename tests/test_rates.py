@@ -25,6 +25,7 @@ from lnrewrite.healing.losses import Measured, Mix, Objective, losses_of
 from lnrewrite.healing.participant import Participant
 from lnrewrite.healing.rates import FACTOR, GAIN_RATE, NUDGE, SHARE, cautious, nudged, usual, usual_of_gains
 from lnrewrite.healing.snapshots import Snapshots
+from lnrewrite.healing.sources import TARGETS
 from lnrewrite.healing.view import View
 from lnrewrite.models.program import Program
 from tiers import rows
@@ -76,11 +77,11 @@ def test_targets_are_counted_to_their_windows(pair: Any) -> None:
     """Ignored targets leave a window with fewer; one without any is not there."""
     ids = torch.randint(256, (5, 16), generator=torch.Generator().manual_seed(0))
     labels = ids.masked_fill(torch.arange(16) < torch.tensor([[4], [16], [0], [15], [8]]), -100)
-    batches = [{"input_ids": ids[i : i + 2], "labels": labels[i : i + 2]} for i in (0, 2, 4)]
+    batches = [{"input_ids": ids[i : i + 2], TARGETS: labels[i : i + 2]} for i in (0, 2, 4)]
     one = Participant.of(pair[0], World(0, 1, torch.device("cpu")))
     found, _ = losses_of(one, Objective("", {}, True), batches, one)
     assert np.bincount(found.windows).tolist() == [12, 0, 16, 1, 8]
-    alone, _ = losses_of(one, Objective("", {}, True), [{"input_ids": ids[4:], "labels": labels[4:]}], one)
+    alone, _ = losses_of(one, Objective("", {}, True), [{"input_ids": ids[4:], TARGETS: labels[4:]}], one)
     assert np.allclose(found.values[-8:], alone.values, atol=1e-5)
 
 

@@ -17,7 +17,7 @@ from lnrewrite.backends.torch.fused import IGNORED
 from lnrewrite.healing.config import HealingConfig
 from lnrewrite.healing.losses import Objective
 from lnrewrite.healing.rehearsal import Rehearsed, known
-from lnrewrite.healing.sources import WHOLE, BatchSource, Tensors
+from lnrewrite.healing.sources import TARGETS, WHOLE, BatchSource, Tensors
 
 LIMITS = {"input_ids": 900, "token_type_ids": 2}
 
@@ -30,7 +30,7 @@ class Given(BatchSource):
         mask = torch.ones_like(ids)
         mask[0, -1] = 0
         self.whole = {"input_ids": ids, "token_type_ids": ids % 2, "attention_mask": mask}
-        self.whole |= {} if labels is None else {"labels": labels}
+        self.whole |= {} if labels is None else {TARGETS: labels}
         self.held_out = [self.whole]
 
     def rows_of(self, index: int) -> int:
@@ -53,9 +53,9 @@ def test_the_last_rows_hold_random_tokens_and_no_target() -> None:
     other = ids[6:] != before["input_ids"][6:]
     assert other.any(1).all() and ids.max() < 900
     assert all(torch.equal(batch[name], before[name]) for name in ("token_type_ids", "attention_mask"))
-    assert torch.equal(batch["labels"][0, :62], before["input_ids"][0, 1:63])
-    assert batch["labels"][0, 62] == IGNORED  # the token that follows is masked
-    assert (batch["labels"][:, -1] == IGNORED).all() and (batch["labels"][6:] == IGNORED).all()
+    assert torch.equal(batch[TARGETS][0, :62], before["input_ids"][0, 1:63])
+    assert batch[TARGETS][0, 62] == IGNORED  # the token that follows is masked
+    assert (batch[TARGETS][:, -1] == IGNORED).all() and (batch[TARGETS][6:] == IGNORED).all()
     assert all(torch.equal(t, before[name]) for name, t in given.whole.items())  # the data are left alone
 
 
@@ -108,14 +108,14 @@ def test_a_batch_is_a_function_of_its_number() -> None:
 )
 def test_the_share_is_that_of_all_batches_and_a_row_of_data_is_kept(rows: int, share: float, kept: list[int]) -> None:
     feed = rehearsed(Given(rows), share)
-    assert [int((feed.batch(i)["labels"][:, 0] != IGNORED).sum()) for i in range(4)] == kept
+    assert [int((feed.batch(i)[TARGETS][:, 0] != IGNORED).sum()) for i in range(4)] == kept
 
 
 def test_given_labels_stay_and_without_a_task_there_are_none() -> None:
     labels = torch.arange(4)
-    assert rehearsed(Given(4, labels), ids="").batch(0)["labels"].tolist() == [0, 1, 2, IGNORED]
+    assert rehearsed(Given(4, labels), ids="").batch(0)[TARGETS].tolist() == [0, 1, 2, IGNORED]
     assert labels.tolist() == [0, 1, 2, 3]
-    assert "labels" not in rehearsed(Given(4), ids="").batch(0)
+    assert TARGETS not in rehearsed(Given(4), ids="").batch(0)
 
 
 @pytest.mark.exhaustive

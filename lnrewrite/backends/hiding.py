@@ -71,8 +71,12 @@ def _changed(value: Tensor) -> Tensor:
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:
-    """Return at which tokens a value differs, bool[tokens]; what is infinite alike (classes never chosen) does not."""
+    """Return at which tokens a value differs, bool[tokens]; what is infinite alike (classes never chosen) does not.
+
+    What is NaN does: it is what a softmax over nothing gives, at a token that is hidden from itself.
+    """
     moved = (after - before).abs() > STAYS * before.nan_to_num(0, 0, 0).abs().max()
+    moved |= before.isnan() | after.isnan()
     return moved.flatten(2).any(-1).any(0) if moved.dim() > 2 else moved.any(0)
 
 

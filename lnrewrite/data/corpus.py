@@ -156,7 +156,7 @@ class Corpus:
 
     def _ids(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if self.data.byte_level:
-            return [list(text.encode()) for text in texts]
+            return [list(text.encode(errors="replace")) for text in texts]
         found: Sequence[Sequence[int]] = self._called(list(texts), add_special_tokens=False)["input_ids"]
         return found
 
@@ -211,9 +211,10 @@ class Corpus:
             raise self._failed(error) from error
 
     def _called(self, texts: Sequence[str], **how: object) -> Any:
+        whole = [text.encode(errors="replace").decode() for text in texts]  # half a pair of surrogates is no text
         try:
             with closed():
-                return self._tokenizer(texts, **how)
+                return self._tokenizer(whole, **how)
         except Exception as error:  # tokenizers raise anything
             raise self._failed(error) from error
 

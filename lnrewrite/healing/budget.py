@@ -51,8 +51,10 @@ class Wanted:
 
 
 def tokens_of(batch: Tensors) -> int:
-    """Return how many tokens a batch holds; of inputs without tokens, places."""
-    return max(t[..., 0].numel() if t.is_floating_point() else t.numel() for t in batch.values())
+    """Return how many tokens a batch holds; of inputs without tokens, places. A mask of pairs does not count."""
+    pairs = {name for name, t in batch.items() if t.dim() > 2 and not t.is_floating_point()}
+    held = [t for name, t in batch.items() if name not in pairs or len(pairs) == len(batch)]
+    return max(t[..., 0].numel() if t.is_floating_point() and t.dim() else t.numel() for t in held)
 
 
 @dataclass(frozen=True)

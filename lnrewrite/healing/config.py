@@ -101,6 +101,11 @@ class HealingConfig:
         if not 0 <= self.weight_decay < math.inf:
             _wrong("weight_decay", self.weight_decay, "give a number that is not negative")
 
+    @property
+    def several(self) -> bool:
+        """Return whether the rows of a step are asked for, or follow from what is."""
+        return bool(self.batch_size or (self.tokens and self.steps))
+
     def share(self, step: int, steps: int) -> float:
         """Return the share of the learning rate at a step of `steps`, counted from 0."""
         return share(step, steps, min(self.warmup, max(1, steps // 10)))

@@ -25,7 +25,7 @@ from ..models.program import Program
 from ..pipeline.feed import masks
 from ..pipeline.results import Drift
 from .participant import Participant
-from .sources import LABELS, inputs_of
+from .sources import TARGETS, inputs_of
 from .view import ViewOutput
 
 FAR = 0.15
@@ -117,11 +117,11 @@ class Objective:
         like = [n for n, t in inputs_of(example).items() if t.shape[:2] == _first(out).shape[:2]]
         hiding = _hiding(example, run)
         found = cls(_causal(program.spec.vocabularies, example, run), hiding, centered, like=like[-1] if like else "")
-        return found if LABELS not in example else replace(found, classes=found.scores(out, example).shape[-1])
+        return found if TARGETS not in example else replace(found, classes=found.scores(out, example).shape[-1])
 
     def has_task(self, batch: Tensors) -> bool:
         """Return whether there are targets: the next tokens of a causal model, or labels in the data."""
-        return bool(self.ids) or LABELS in batch
+        return bool(self.ids) or TARGETS in batch
 
     def terms(
         self, mix: Mix, batch: Tensors, student: ViewOutput, teacher: ViewOutput | None, targets: float
@@ -155,10 +155,10 @@ class Objective:
         """Return the logits [..., classes]. Raises LnrewriteError LN022 where no output has labels' shape."""
         leaves = [t for t in tensors_in(outputs) if t.is_floating_point()]
         named = logits(outputs)
-        if LABELS not in batch:
+        if TARGETS not in batch:
             assert named is not None
             return named
-        wanted = batch[LABELS].shape
+        wanted = batch[TARGETS].shape
         fitting = [t for t in (named, *leaves) if t is not None and t.shape[:-1] == wanted]
         if not fitting:
             why = f"they have shape {list(wanted)}, and the outputs {', '.join(str(list(t.shape)) for t in leaves)}"
@@ -168,8 +168,8 @@ class Objective:
 
     def targets(self, batch: Tensors) -> Tensor:
         """Return the labels of a batch, or the tokens that follow, masked ones ignored."""
-        if LABELS in batch:
-            found = batch[LABELS].long()
+        if TARGETS in batch:
+            found = batch[TARGETS].long()
             if found.device.type == "cpu" and found.numel() and (most := int(found.max())) >= self.classes > 0:
                 remedy = "give classes from 0 up, and -100 for none"
                 raise LnrewriteError(Code.LN022, "labels", f"they hold {most} of {self.classes} classes", remedy)
@@ -197,7 +197,7 @@ class Objective:
     def _aligned(self, batch: Tensors) -> Tensor:
         """Return the target of every place that has logits: of a causal model the last place has none."""
         found = self.targets(batch)
-        return found if LABELS in batch else F.pad(found, (0, 1), value=IGNORED)
+        return found if TARGETS in batch else F.pad(found, (0, 1), value=IGNORED)
 
     def _mean(self, rows: Tensor, batch: Tensors) -> Tensor:
         """Return the mean over the tokens that count."""
@@ -212,7 +212,8 @@ class Objective:
 
 
 def _first(outputs: object) -> Tensor:
-    return next(t for t in tensors_in(outputs) if t.is_floating_point()).float()
+    found = next(t for t in tensors_in(outputs) if t.is_floating_point()).float()
+    return found if found.dim() > 1 else found.reshape(-1, 1)
 
 
 def _hiding(example: Tensors, run: Callable[[Tensors], object]) -> dict[str, int]:
@@ -227,18 +228,25 @@ def _hiding(example: Tensors, run: Callable[[Tensors], object]) -> dict[str, int
 
 
 def _causal(limits: Mapping[str, int], example: Tensors, run: Callable[[Tensors], object]) -> str:
-    """Name the input whose next tokens the logits predict: no logit before a token changes with it; empty for none."""
+    """Name the input whose next tokens the logits predict: no logit changes with tokens behind it; empty for none."""
     names = [n for n, t in example.items() if n in limits and t.dim() == 2 and t.shape[1] > 1]
     if len(names) != 1:
         return ""
-    name = names[0]
-    other = dict(example) | {name: example[name].clone()}
-    other[name][:, -1] = (other[name][:, -1] + 1) % limits[name]
+    (name,) = names
+    length, moved = example[name].shape[1], False
     with torch.no_grad():
-        one, two = (logits(run(batch)) for batch in (example, other))
-    if one is None or two is None or one.shape[:2] != example[name].shape or one.shape[-1] < limits[name]:
-        return ""
-    return name if torch.allclose(one[:, :-1], two[:, :-1], atol=1e-4) and not torch.equal(one, two) else ""
+        one = logits(run(example))
+        if one is None or one.shape[:2] != example[name].shape or one.shape[-1] < limits[name]:
+            return ""
+        for place in {1, length // 2, length - 1} - {0}:  # the last ones may be padding
+            other = dict(example) | {name: example[name].clone()}
+            other[name][:, place:] = (other[name][:, place:] + 1) % limits[name]
+            two = logits(run(other))
+            assert two is not None
+            if not torch.allclose(one[:, :place], two[:, :place], atol=1e-4, equal_nan=True):
+                return ""
+            moved |= not torch.equal(one, two)
+    return name if moved else ""
 
 
 @dataclass(frozen=True)

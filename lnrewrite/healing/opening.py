@@ -22,10 +22,14 @@ from ..errors import Code, LnrewriteError
 from ..ir.inputs import Content
 from ..loading.transformers import Tokenizer, tokenizer_in
 from ..models.program import Program
-from .sources import LABELS, LOGITS, ROWS, WIDE, ArraySource, BatchSource, IterableSource, Windows, chunks
+from .sources import LABELS, LOGITS, ROWS, TARGETS, WIDE, ArraySource, BatchSource, IterableSource, Windows, chunks
 
 LEAST = 16
 """The batches that all rows make at least, where no number of rows was asked for."""
+
+
+Items = Callable[[], Iterator[object]]
+"""Walks a user's items."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +110,16 @@ def open_source(given: object, program: Program, how: Reading) -> BatchSource:
     fitted = fitting(data, program)
     if not isinstance(given, str) or data.importable:
         items = _again(given) if not isinstance(given, str) else data.imported
-        first, walk = _peeked(items)
+        first, walk, once = _peeked(items, given)
         if not is_document(first, how.field):
-            kept = list(walk()) if isinstance(given, Iterator) else None
-            return IterableSource(lambda: map(fitted, walk() if kept is None else kept), data, how.processes)
+            return IterableSource(lambda: map(fitted, walk()), data, how.processes, once)
         found: Run | Tensor | Tensors | list[Tensor] = corpus.documents(pieces_in(walk(), how.field, data.bad))
     else:
         found = corpus.read(how.field)
     if isinstance(found, Run):
         data = how.apart(program, data, found.end)
         windows = Windows(found.tokens, data, how.rows, wide, how.seed)
-        if found.end is not None:
+        if found.end is not None and not str(given).endswith(".txt"):  # which is one
             other = "see each other: the model takes no positions that part them"
             windows.notes = (f"documents of a window {'do not see each other' if data.end is not None else other}",)
         return windows
@@ -143,12 +146,12 @@ def fitting(data: Data, program: Program) -> Callable[[object], Tensors]:
         if isinstance(held, tuple | list) and len(held) == len(spec.names) + 1 and LABELS not in spec.names:
             held = dict(zip((*spec.names, LABELS), held, strict=True))  # (inputs, labels), as loaders give them
         extra = {}
-        has = isinstance(held, dict) and LABELS in held
+        has = isinstance(held, dict) and LABELS in held and LABELS not in spec.names
         labeled.extend([has] if not labeled else [])
         if labeled[0] != has:
             raise data.bad("some of its batches hold labels, and others none", "give labels with all or with none")
-        if isinstance(held, dict) and LABELS in held and LABELS not in spec.names:
-            extra = {LABELS: labels_of(held.pop(LABELS), data)}
+        if isinstance(held, dict) and has:
+            extra = {TARGETS: labels_of(held.pop(LABELS), data)}
         return data.fitted(held) | extra
 
     return fitted
@@ -159,6 +162,9 @@ def labels_of(given: object, data: Data) -> Tensor:
     found = as_tensor(given, data.name)
     if found.is_floating_point() or found.is_complex() or found.dtype is torch.bool:
         raise data.bad(f"its labels are of {found.dtype}", "give whole numbers: classes, and -100 for none")
+    if not found.dim():
+        raise data.bad("its labels are one number", "give one for each sample")
+    found = found.long()  # torch compares no uint16
     if bool(((found < 0) & (found != IGNORED)).any()):
         raise data.bad(f"its labels hold {int(found.min())}", "give classes from 0 up, and -100 for none")
     return found
@@ -169,15 +175,24 @@ def held_out_of(name: str, program: Program, how: Reading) -> list[Tensors]:
     corpus = how.corpus(program, name)
     data = corpus.data
     if data.importable:
-        return open_source(name, program, replace(how, rows=8)).held_out
+        first, walk, _ = _peeked(data.imported, None)
+        if not is_document(first, how.field):
+            return open_source(name, program, replace(how, rows=8)).held_out
+        pieces = pieces_in(walk(), how.field, data.bad)
+        return _held_out(replace(corpus, need=ROWS * data.window).documents(pieces), data, program, how)
     whole = data.file(FORMS).suffix in ARRAYS
     if data.byte_level and not whole:
         return read_batches(data, how.seed, 1024 // 8, field=how.field)
     found = replace(corpus, need=ROWS * data.window).read(how.field)
     if whole and not isinstance(found, Run):
         return data.cut(fitting(data, program)(found), 1)[: 1024 // 8]
+    assert isinstance(found, Run | dict)
+    return _held_out(found, data, program, how)
+
+
+def _held_out(found: Run | Tensors, data: Data, program: Program, how: Reading) -> list[Tensors]:
+    """Return the first windows of documents that were read."""
     if not isinstance(found, Run):
-        assert isinstance(found, dict)
         return chunks({n: t[:ROWS] for n, t in found.items()}, how.wide(program, data))
     data = how.apart(program, data, found.end)
     return chunks(data.of_ids(data.windows(found.tokens)[:ROWS].long()), how.wide(program, data))
@@ -227,11 +242,12 @@ def _again(data: object) -> Callable[[], Iterator[object]]:
     return lambda: iter(data() if callable(data) else data)
 
 
-def _peeked(items: Callable[[], Iterator[object]]) -> tuple[object, Callable[[], Iterator[object]]]:
-    """Return the first of some items, None without any, and what walks them all; an iterator is walked once."""
+def _peeked(items: Items, given: object) -> tuple[object, Items, bool]:
+    """Return the first of some items, None without any, what walks them all, and whether it can do so only once."""
     walk = items()
+    once = isinstance(given, Iterator) or (callable(given) and isinstance(given(), Iterator) and items() is walk)
     first = next(walk, None)
-    if items() is not walk:
-        return first, items
-    rest = [] if first is None else chain([first], walk)
-    return first, lambda: iter(rest)
+    if not once:
+        return first, items, False
+    rest = chain([] if first is None else [first], walk)
+    return first, lambda: rest, True

@@ -20,7 +20,7 @@ from ..backends.torch.fused import IGNORED
 from ..comparison.verifying import logits
 from .losses import Objective
 from .participant import Participant
-from .sources import LABELS, WHOLE, BatchSource, number
+from .sources import TARGETS, WHOLE, BatchSource, number
 
 LOOKS, ROWS = 16, 2
 """Batches, and rows of each, on which it is seen what a teacher expects."""
@@ -74,8 +74,8 @@ class Rehearsed(BatchSource):
         here = {each: place for place, each in enumerate(range(count)[rows])}
         batch = dict(self.source.batch(index, rows))
         if self.objective.has_task(batch):
-            batch[LABELS] = self.labels(batch)
-            batch[LABELS][[place for each, place in here.items() if each >= first]] = IGNORED
+            batch[TARGETS] = self.labels(batch)
+            batch[TARGETS][[place for each, place in here.items() if each >= first]] = IGNORED
         draw = torch.Generator().manual_seed(number(self.seed, index, -1))
         for name in self.ids:
             batch[name] = batch[name].clone()
@@ -90,4 +90,4 @@ class Rehearsed(BatchSource):
     def labels(self, batch: Tensors) -> Tensor:
         """Return a batch's own labels or, of a causal model, the token behind each: [rows, ...]."""
         found = self.objective.targets(batch)
-        return found.clone() if LABELS in batch else F.pad(found, (0, 1), value=IGNORED)
+        return found.clone() if TARGETS in batch else F.pad(found, (0, 1), value=IGNORED)

@@ -295,7 +295,7 @@ class Healing:
             placement_before=self.pair.teacher.network.placement,
             placement_after=healed.network.placement,
             unit="nats" if task else "relative squared error",
-            targets=sum(self.objective.count(b) for b in self.measured),
+            targets=len(losses["healed"].values),
             losses={name: found.figures() for name, found in losses.items()},
             trained=trained,
             recipe={**asdict(self.config), "losses": asdict(self.mix), **resolved},

@@ -33,7 +33,7 @@ from .participant import Participant
 from .report import HealingReport
 from .running import Healing
 from .snapshots import Snapshots, check_run
-from .sources import BatchSource, Early
+from .sources import TARGETS, BatchSource, Early, IterableSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ def heal(
     config: HealingConfig | None = None,
     *,
     output: str | Path | Output | None = None,
-    held_out: str | None = None,
+    held_out: str | Path | None = None,
     length: int | None = None,
     tokenizer: object = None,
     field: str = "text",
@@ -92,10 +92,13 @@ def heal(
     if run:
         check_run(Path(run), resume, restart)
     target = output_named(output, force)
-    given = _Given(plan, data, held_out, length, tokenizer, field, run, resume, restart)
+    given = _Given(
+        plan, data, os.fspath(held_out) if held_out else None, length, tokenizer, field, run, resume, restart
+    )
     world = World.join(device, (plan.batch_size or 0) // plan.accumulate)
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
+        stack.enter_context(torch.random.fork_rng([world.device] if world.device.type == "cuda" else []))
         place = world.device if world.size == 1 else None  # of many, each holds its parts there and no more
         check_frozen(frozen := frozen_in(student), plan)
         programs = [program_of(model, kwargs, place) for model in (teacher, student)]
@@ -142,11 +145,15 @@ class _Given:
         how = (wanted.micro, data.length, plan.seed, reads, self.field, wanted.batches, world.size)
         reading = Reading(*how, run=watched.outputs, usual=lambda each: Wanted.of(plan, each, world.size).micro)
         source: BatchSource = open_source(self.data, teacher, reading)
+        if isinstance(source, IterableSource) and plan.several and (rows := source.rows_of(0)) != wanted.micro:
+            source.notes += (f"batches are taken as they are given, of {rows} rows: batch_size is not used",)
         held, kept = divided(source.held_out, all(0 in each.free for each in teacher.spec))
         if self.held_out:
             kept = held_out_of(self.held_out, teacher, reading)
         data.check_run(watched.outputs, kept[0])
         objective = replace(Objective.of(teacher, kept[0], watched.outputs), end=source.end)
+        if not objective.ids:
+            _check_labels(data, source.batch(0), kept[0])
         if objective.ids and any(Early.lies(batch, objective.ids) for batch in (kept[0], source.batch(0))):
             source, held, kept = Early(source), *([Early.moved(b) for b in each] for each in (held, kept))
         if objective.has_task(kept[0]) and not any(objective.count(batch) for batch in kept):
@@ -167,6 +174,14 @@ class _Given:
         asked |= {"structure": str(pair.student.stream)}
         named = isinstance(self.tokenizer, str | Path)
         return asked | {"field": self.field, "tokenizer": str(self.tokenizer) if named else self.tokenizer is not None}
+
+
+def _check_labels(data: Data, trained: Tensors, measured: Tensors) -> None:
+    """Raise LnrewriteError LN022 where only one of two batches holds labels."""
+    if (TARGETS in trained) != (TARGETS in measured):
+        held = "it holds labels, and what is held out none"
+        why = held if TARGETS in trained else "what is held out holds labels, and it none"
+        raise data.bad(why, "give labels with both or with none")
 
 
 def mix_of(config: HealingConfig, task: bool) -> Mix:

@@ -16,8 +16,8 @@ from ..backends.inputs import Tensors
 from ..backends.torch.fused import IGNORED
 from ..data.batches import Data
 
-LABELS = "labels"
-"""The key of targets in a batch, where the model takes no input of that name: [batch, ...], -100 for none."""
+LABELS, TARGETS = "labels", "the targets"
+"""The key of targets in data, where the model takes no input of that name, and in a batch; -100 for none."""
 
 HELD_OUT = 0.05
 """The share of the data that nothing is trained on; the end of a text, the last rows of arrays."""
@@ -44,7 +44,7 @@ def number(*key: int | str) -> int:
 
 def inputs_of(batch: Tensors) -> Tensors:
     """Return what of a batch goes into the model: all but labels."""
-    return {n: t for n, t in batch.items() if n != LABELS}
+    return {n: t for n, t in batch.items() if n != TARGETS}
 
 
 def chunks(rows: Tensors, size: int) -> list[Tensors]:
@@ -140,25 +140,27 @@ class IterableSource(BatchSource):
 
     Where another walk gives others (a loader that shuffles), one walk is all that is taken, and what was seen of it is
     kept in memory: of what is held out nothing is trained on, and a batch stays what it was. Many `processes` would
-    see different ones: that is refused.
+    see different ones: that is refused. So it is where there is only one walk, `once`, of an iterator.
     """
 
-    def __init__(self, source: Callable[[], Iterator[Tensors]], data: Data, processes: int = 1) -> None:
-        self.source, self.data = source, data
+    def __init__(
+        self, source: Callable[[], Iterator[Tensors]], data: Data, processes: int = 1, once: bool = False
+    ) -> None:
+        self.source, self.data, self.once = source, data, once
         self.next, self.last, self.bytes = 0, Tensors(), 0
-        before = list(islice(source(), HELD))
+        before = [] if once else list(islice(source(), HELD))
         self.walk = source()  # after the other: some loaders have one walk at a time
         self.held_out = list(islice(self.walk, HELD))
         if not self.held_out:
             raise data.bad("it gives no batches", "give more than eight")
-        self.kept: list[Tensors] | None = None if all(map(alike, before, self.held_out)) else []
-        if self.kept is not None:
+        self.kept: list[Tensors] | None = [] if once or not all(map(alike, before, self.held_out)) else None
+        if self.kept is not None and not once:
             if processes > 1:
                 why = "it gives other batches whenever it is walked, so that each process would learn from others"
                 raise data.bad(why, "give them in one order (shuffle=False)")
             told = "one walk is kept in memory and gone through again"
             self.notes = (f"the data give other batches whenever they are walked: {told}",)
-        else:
+        elif not once:
             self.walk = iter(())
 
     @cached_property
@@ -179,8 +181,9 @@ class IterableSource(BatchSource):
             kept.append(batch)
             self.bytes += sum(t.nbytes for t in batch.values())
             if self.bytes > MEMORY:
-                why = "it gives other batches whenever it is walked, and more of them than are kept in memory (1 GiB)"
-                raise self.data.bad(why, "give them in one order (shuffle=False)")
+                what = "it is an iterator" if self.once else "it gives other batches whenever it is walked"
+                why = f"{what}, with more batches than are kept in memory (1 GiB)"
+                raise self.data.bad(why, "give what walks them in one order: a loader with shuffle=False, a function")
         if not kept:
             raise self.data.bad(*NONE_LEFT)
         return kept[index % len(kept)]
@@ -219,17 +222,17 @@ class Early(BatchSource):
     @staticmethod
     def lies(batch: Tensors, ids: str) -> bool:
         """Return whether the labels of a batch are the tokens at their own places, where there are any."""
-        if LABELS not in batch or batch[LABELS].shape != batch[ids].shape:
+        if TARGETS not in batch or batch[TARGETS].shape != batch[ids].shape:
             return False
-        shown = batch[LABELS] != IGNORED
-        return bool(shown.any()) and torch.equal(batch[LABELS][shown], batch[ids][shown].to(batch[LABELS]))
+        shown = batch[TARGETS] != IGNORED
+        return bool(shown.any()) and torch.equal(batch[TARGETS][shown], batch[ids][shown].to(batch[TARGETS]))
 
     @staticmethod
     def moved(batch: Tensors) -> Tensors:
         """Return a batch whose labels, where it has any, stand where they are predicted."""
-        if LABELS not in batch:
+        if TARGETS not in batch:
             return batch
-        return batch | {LABELS: F.pad(batch[LABELS][:, 1:], (0, 1), value=IGNORED)}
+        return batch | {TARGETS: F.pad(batch[TARGETS][:, 1:], (0, 1), value=IGNORED)}
 
     def rows_of(self, index: int) -> int:
         return self.source.rows_of(index)

@@ -90,7 +90,7 @@ class Phase:
                 last = halted or step == self.steps
                 if last or step % config.save_steps == 0:
                     snapshots.save(self.name, step, view, optimizer, last)
-                if halted and step < self.steps:
+                if halted and (step < self.steps or self.name != "global"):
                     raise Stopped(self.name, step)
         self.taper(self.steps)
 

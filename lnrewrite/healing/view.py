@@ -59,7 +59,7 @@ class View(Parts):
         copies: dict[fx.Node, fx.Node] = {}
         result = graph.graph_copy(module.graph, copies)
         named = {old.name: new for old, new in copies.items()}
-        ends = {named[g[-1].anchor.total]: g[-1].name for s in network.streams for g in sums(s)}
+        ends = {named[(b := g[-1]).anchor.total]: (b.name, b.anchor.axis) for s in network.streams for g in sums(s)}
         repeats = {named[n]: named[r] for n, r in program.graph.alias.items() if n in named and r in named}
         spreads = [_insert(graph, named, repeats, taper, i) for i, taper in enumerate(tapers)]
         super().__init__(module, graph, set(ends), _nodes(result) | set(ends) | set(spreads), {TAPERS})
@@ -81,7 +81,8 @@ class View(Parts):
             values.update(zip(part.makes, made, strict=True))
             for node in part.makes:
                 if node in self._sums:
-                    states[self._sums[node]] = values[node]
+                    name, axis = self._sums[node]
+                    states[name] = values[node].movedim(axis, -1)
                     if self.detached:
                         values[node] = values[node].detach()
             for node in part.drops:
