@@ -205,6 +205,17 @@ def test_held_out_documents_are_as_many_however_they_are_given(tmp_path: Path, m
     assert counts[1] == 256 * 15 and counts[0] >= counts[1]
 
 
+def test_a_batch_of_one_size_is_one(tmp_path: Path) -> None:
+    batch = {name: rows[:2] for name, rows in padded().items()}
+    for fixed in (False, True):
+        shapes = {} if fixed else {name: {0: torch.export.Dim.AUTO} for name in batch}
+        teacher = lnr.capture(Reader(True, -1e9).eval(), kwargs=batch, dynamic_shapes=shapes or dict.fromkeys(batch))
+        student = lnr.Pipeline.parse("place{to=peri fit=constants}").run(teacher, [batch, batch]).program
+        torch.save(padded(40), tmp_path / "rows.pt")
+        report = lnr.heal(teacher, student, tmp_path / "rows.pt", **QUICK).report
+        assert (report.recipe["batch_size"] == 2) is fixed
+
+
 def test_the_user_s_random_numbers_stay() -> None:
     teacher, student = converted(Pictures(), x=torch.randn(8, 3, 6, 6))
     batches = [{"x": torch.randn(4, 3, 6, 6)} for _ in range(10)]

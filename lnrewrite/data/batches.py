@@ -97,7 +97,10 @@ class Data:
         """
         if self.importable:
             return [self.fitted(item) for item in self.imported(limit)]
-        return self.cut(self.fitted(read_tensors(self.file(ARRAYS), Code.LN022)), least)[:limit]
+        held = read_tensors(self.file(ARRAYS), Code.LN022)
+        if isinstance(held, Tensor) and held.dim() == 1 and self.tokens(held):  # it may be long, and is on the disk
+            held = held[: limit * self.rows * self.window]
+        return self.cut(self.fitted(held), least)[:limit]
 
     def fitted(self, held: object) -> Tensors:
         """Return what a file or an item of an iterable holds as the model takes it; the first axis counts samples."""

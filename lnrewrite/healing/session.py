@@ -140,6 +140,8 @@ class _Given:
         watched = Participant.of(teacher, world, plan.bf16)
         named = self.data if isinstance(self.data, str) else "data"
         data = Data.of(teacher, named, self.length).settled(watched.outputs)
+        if data.fixed and not plan.several and world.size == 1:
+            plan = replace(plan, batch_size=data.rows * plan.accumulate)
         wanted = Wanted.of(plan, data.window, world.size)
         reads = tokenizer_named(self.tokenizer)
         how = (wanted.micro, data.length, plan.seed, reads, self.field, wanted.batches, world.size)

@@ -204,7 +204,9 @@ class Reconstruction:
         best, after = start, before
         if not math.isfinite(before):
             why = "its states are not finite on the calibration data"
-        elif start and before > DONE:
+        elif not start:
+            why = "no weights of its own stand between this sum and the one before it"
+        elif before > DONE:
             try:
                 best, after = Fitting(residual, many, start, RIDGE / self.tokens).fit(error)
             except (RuntimeError, NotImplementedError) as fault:
