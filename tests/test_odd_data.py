@@ -104,3 +104,40 @@ def test_tokens_of_no_size_tell_nothing_of_what_is_ordinary() -> None:
     errors = torch.tensor([0.0] * 7 + [1.0, 1.0, 1.0], requires_grad=True)
     tamed(errors).backward()  # type: ignore[no-untyped-call]
     assert errors.grad is not None and bool(errors.grad.isfinite().all()) and bool((errors.grad > 0).all())
+
+
+class Two(nn.Module):
+    """Two streams, whose branches are computed one after the other or both before any sum."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.together, self.norms = together, nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(6))
+        self.maps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def branch(self, at: int, x: Tensor) -> Tensor:
+        found: Tensor = nn.functional.gelu(self.maps[at](self.norms[at](x))) @ self.maps[at].weight
+        return found
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = x.tanh(), x.sin()
+        for at in (0, 2):
+            if self.together:
+                one, other = self.branch(at, x), self.branch(at + 1, y)
+                x, y = x + one, y + other
+            else:
+                x = x + self.branch(at, x)
+                y = y + self.branch(at + 1, y)
+        return self.norms[4](x), self.norms[5](y)
+
+
+def test_branches_are_fitted_wherever_they_are_computed() -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = [{"x": torch.randn(32, WIDTH, generator=draw)} for _ in range(6)]
+    reports = []
+    for together in (False, True):
+        program = lnr.capture(Two(together).eval(), (given[0]["x"],))
+        reports.append(lnr.Pipeline.parse("place{to=peri}").run(program, given).report)
+    one, two = reports
+    assert len(one.fitted) == 5 and all(row.weights and not row.why for row in one.fitted[:4])
+    assert [row.after for row in one.fitted] == pytest.approx([row.after for row in two.fitted], rel=1e-3)

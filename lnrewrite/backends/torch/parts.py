@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
+from ...compat.torch import schema_of
 from .module import CapturedModule, stored
 
 
@@ -109,14 +110,26 @@ class Parts(nn.Module):
 
 
 def _between(graph: fx.Graph, ends: Collection[fx.Node]) -> list[list[fx.Node]]:
-    """Return a graph's operators in order, in runs that end in one of `ends`."""
-    parts: list[list[fx.Node]] = [[]]
-    for node in graph.nodes:
-        if node.op == "call_function":
-            parts[-1].append(node)
-            if node in ends:
-                parts.append([])
+    """Return a graph's operators in parts, each with what the first of `ends` that it leads to needs, in order.
+
+    Where an operator does more than it returns (writes, changes how torch runs), each has what stands before its end.
+    """
+    order = [node for node in graph.nodes if node.op == "call_function"]
+    own = {end: index for index, end in enumerate(node for node in order if node in ends)}
+    straight, place, least = any(map(_acts, order)), dict[fx.Node, int](), len(own)
+    for node in reversed(order):
+        leads = min((place[u] for u in node.users if u in place), default=len(own))
+        least = place[node] = own.get(node, least if straight else leads)
+    parts: list[list[fx.Node]] = [[] for _ in range(len(own) + 1)]
+    for node in order:
+        parts[place[node]].append(node)
     return [p for p in parts if p]
+
+
+def _acts(node: fx.Node) -> bool:
+    """Return whether an operator does more than it returns."""
+    schema = schema_of(node.target)
+    return schema.is_mutable if schema else not node.users
 
 
 def _module(
