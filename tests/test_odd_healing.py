@@ -77,10 +77,10 @@ def test_a_mask_of_pairs_is_no_tokens() -> None:
 class Pictures(nn.Module):
     """Two branches of convolutions with norms over the channels of [rows, channels, height, width]."""
 
-    def __init__(self, flat: bool = False, named: bool = False) -> None:
+    def __init__(self, flat: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.flat, self.named = flat, named
+        self.flat = flat
         self.stem, self.head = nn.Conv2d(3, 16, 1), nn.Linear(16, 1 if flat else 5)
         self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
         self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))

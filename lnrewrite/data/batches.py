@@ -125,8 +125,9 @@ class Data:
 
     def settled(self, run: Callable[[Tensors], object]) -> Data:
         """Return DATA with the longest window of `lengths` that `run` takes, or as it is: that is tried on id 0."""
-        lengths = self.lengths if self.spec.vocabularies else ()
-        for length in lengths:
+        if len(self.lengths) == 1 or not self.spec.vocabularies:  # there is none to choose
+            return self
+        for length in self.lengths:
             try:
                 run(self.of_ids(torch.zeros(self.rows, length, dtype=torch.int64)))
             except (RuntimeError, IndexError, ValueError, AssertionError) as error:

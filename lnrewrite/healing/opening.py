@@ -245,7 +245,7 @@ def _again(data: object) -> Callable[[], Iterator[object]]:
 def _peeked(items: Items, given: object) -> tuple[object, Items, bool]:
     """Return the first of some items, None without any, what walks them all, and whether it can do so only once."""
     walk = items()
-    once = isinstance(given, Iterator) or (callable(given) and isinstance(given(), Iterator) and items() is walk)
+    once = isinstance(given, Iterator) or (callable(given) and items() is walk and isinstance(given(), Iterator))
     first = next(walk, None)
     if not once:
         return first, items, False

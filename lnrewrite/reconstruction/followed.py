@@ -15,7 +15,7 @@ from torch import Tensor
 from ..backends.hiding import Shown
 from ..backends.torch.fused import compared
 from ..pipeline.protocols import Batch
-from .goals import Measure, size, usual
+from .goals import Measure, ordinary, size
 
 SCORES = 0.1
 """What the divergence of the logits, in nats, weighs beside the error of the states."""
@@ -68,5 +68,5 @@ def tamed(errors: Tensor) -> Tensor:
 
     A token that the model was hardly trained on may be off as far as it likes, and would rule over all others.
     """
-    far = FAR * usual(errors).clamp_min(torch.finfo(errors.dtype).tiny)
+    far = FAR * ordinary(errors).clamp_min(torch.finfo(errors.dtype).tiny)
     return (far * torch.log1p(errors / far)).mean()

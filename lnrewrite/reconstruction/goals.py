@@ -100,10 +100,10 @@ def goals_of(
 def size(x: Tensor) -> Tensor:
     """Return the root mean square of rows [tokens, width], `SMALL` of the usual one at least: [tokens, 1]."""
     found = x.square().mean(-1, keepdim=True)
-    return torch.maximum(found, SMALL**2 * usual(found)).clamp_min(LEAST**2).sqrt()
+    return torch.maximum(found, SMALL**2 * ordinary(found)).clamp_min(LEAST**2).sqrt()
 
 
-def usual(x: Tensor) -> Tensor:
+def ordinary(x: Tensor) -> Tensor:
     """Return the median of what is above 0, without a gradient; 0 where nothing is."""
     x = x.detach()
     return torch.where(x > 0, x, torch.nan).nanmedian().nan_to_num(0.0)
