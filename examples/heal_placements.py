@@ -4,11 +4,11 @@
     python examples/train_zoo.py --out zoo --only qwen3                 # once: a model that nothing here was tuned on
     python examples/heal_placements.py zoo/qwen3 --share 0.01 --share 0.05 --share 0.1 --seeds 2 --rows rows.jsonl
 
-What a user types: `place{to=...}` with 65,536 tokens of the shipped training text, then `lnr.heal` with the text that
+What a user types: `place{to=...}` with 16,384 tokens of the shipped training text, then `lnr.heal` with the text that
 the models learned, the Python standard library, and a number of tokens: a share of those that they were trained on. It
 is measured on files that no model ever saw. All seeds and shares heal the same conversion. The control is the model
-itself, trained on the same windows on the task alone; it teaches the student, so each run trains one. With --rows, what
-is done is kept, conversions beside it, and a run that was stopped goes on there.
+itself, trained on the same windows on the task alone; it teaches the students, all placements of a seed by the same
+one. With --rows, what is done is kept, conversions and controls beside it, and a run that was stopped goes on there.
 """
 
 import json
@@ -68,6 +68,7 @@ def heal(job: Job) -> dict:
     started, teacher, student = time.perf_counter(), teacher_of(job["model"]), lnr.load(job["student"])
     how = {"tokens": job["tokens"], "seed": job["seed"], "held_out": job["held_out"]}
     how |= {key: json.loads(value) for key, value in (option.split("=", 1) for option in job["options"])}
+    how |= {"control_run": job["control"]} if how.get("control", True) else {}
     report = lnr.heal(teacher, student, job["text"], **how).report
     losses = {name: row["mean"] for name, row in report.losses.items()}
     return job | {"losses": losses, "lr": report.recipe["lr"], "seconds": time.perf_counter() - started}
@@ -121,7 +122,7 @@ def table(rows: list[dict], tokens: int, share: float) -> None:
 @click.option("--trained", type=int, help="The tokens of its training.  [default: what these scripts make of it]")
 @click.option("--seeds", default=5, help="Healings of each conversion, by seeds of the windows and their order.")
 @click.option("--fit", type=click.Choice(["reconstruct", "constants"]), default="reconstruct", help="As in `convert`.")
-@click.option("--calibration", default=65_536, help="The tokens that conversions are fitted to, in rows of 128.")
+@click.option("--calibration", default=16_384, help="The tokens that conversions are fitted to, in rows of 128.")
 @click.option("--to", "placements", multiple=True, type=click.Choice(TO), default=TO, help="These placements.")
 @click.option("--option", "options", multiple=True, help="Of `lnr.heal`, its value as JSON: lr=6e-4, progressive=true.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each.")
@@ -158,7 +159,12 @@ def main(
         kept = Path(folder, f"{Path(model).as_posix().replace('/', '_')}-{fit}-{calibration}")
         students = [base | {"to": to, "student": f"{kept}-{to}.pt2"} for to in placements]
         budgets = {round(share * (trained or STEPS[Path(model).name] * 16 * 128)): share for share in shares}
-        jobs = [row | {"tokens": many, "seed": seed} for many in budgets for seed in range(seeds) for row in students]
+        control = "-".join((Path(model).name, "control", *options))
+        drawn = [
+            {"tokens": many, "seed": seed, "control": str(Path(folder, f"{control}-{many}-{seed}"))}
+            for many in budgets for seed in range(seeds)
+        ]  # fmt: skip
+        jobs = [row | one for row in students for one in drawn]  # a placement first: the others share its controls
         found = run_all(jobs, rows, processes)
     for tokens, share in budgets.items():
         table([row for row in found if row["tokens"] == tokens], tokens, share)

@@ -129,18 +129,27 @@ def test_a_line_that_a_stop_cut_takes_no_other_line_with_it(
 
 PHASES = ("local", "global rates", "global", "control rates", "control")
 KILLED = [
-    (world, phase, moment, step)
+    (world, phase, moment, step, apart)
     for world in (1, 2)
     for phase in PHASES
     for moment, step in (("logging", 1), ("logging", 2), ("keeping", 2), ("keeping", 4))
+    for apart in ((False, True) if "control" in phase else (False,))
     if moment == "logging" or "rates" not in phase  # trials have no checkpoints
 ]
 
 
-def healing(rank: int, world: int, folder: Path, name: str, at: tuple[str, str, int] | None, resume: bool) -> None:
+def healing(
+    rank: int,
+    world: int,
+    folder: Path,
+    name: str,
+    at: tuple[str, str, int] | None,
+    resume: bool,
+    apart: bool = False,
+) -> None:
     """Run in each of `world` processes: heal, write the weights; process `step % world` ends where `at` says.
 
-    Only the first process puts a checkpoint into its place, at even steps.
+    Only the first process puts a checkpoint into its place, at even steps. apart: the control has a folder of its own.
     """
     torch.set_num_threads(1)
     budget.TRIAL, budget.SHORTEST = 2, 2
@@ -167,7 +176,8 @@ def healing(rank: int, world: int, folder: Path, name: str, at: tuple[str, str, 
         Snapshots.log, snapshots.os.replace = logged, replaced  # type: ignore[method-assign, attr-defined]
     how = {"batch_size": 4, "length": 16, "steps": 5, "local_steps": 5, "save_steps": 2, "warmup": 0}
     pair = lnr.load("zoo:short_gpt"), lnr.load(str(folder / "none.pt2"))
-    found = lnr.heal(*pair, str(folder / "t.txt"), **how, run=folder / name, resume=resume)
+    places = {"run": folder / name, "control_run": folder / f"{name}-control" if apart else None}
+    found = lnr.heal(*pair, str(folder / "t.txt"), **how, **places, resume=resume)
     if rank == 0:
         weights = {n: p.detach() for n, p in found.program.module().named_parameters()}
         torch.save((weights, found.report.losses), folder / f"{name}.pt")
@@ -197,16 +207,18 @@ def folder(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.parametrize(("world", "phase", "moment", "step"), rows(KILLED, sample=[]))
-def test_a_run_that_was_killed_goes_on(world: int, phase: str, moment: str, step: int, folder: Path) -> None:
+@pytest.mark.parametrize(("world", "phase", "moment", "step", "apart"), rows(KILLED, sample=[]))
+def test_a_run_that_was_killed_goes_on(
+    world: int, phase: str, moment: str, step: int, apart: bool, folder: Path
+) -> None:
     """Before a step or a trial is told, and before a checkpoint takes its place: bit for bit as if it ran through."""
     whole = folder / f"whole{world}.pt"
     if not whole.exists():
         assert processes(world, folder, whole.stem, None, False) == [0] * world
-    name = f"{phase.replace(' ', '_')}-{moment}-{step}-{world}"
-    ended = processes(world, folder, name, (moment, phase, step), False)
+    name = f"{phase.replace(' ', '_')}-{moment}-{step}-{world}-{apart}"
+    ended = processes(world, folder, name, (moment, phase, step), False, apart)
     assert -signal.SIGKILL in ended and not (folder / f"{name}.pt").exists(), ended
-    assert processes(world, folder, name, None, True) == [0] * world
+    assert processes(world, folder, name, None, True, apart) == [0] * world
     (theirs, told), (ours, lost) = (torch.load(p, weights_only=True) for p in (whole, folder / f"{name}.pt"))
     assert lost == told and theirs.keys() == ours.keys()
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 @click.option("--gradient-checkpointing", is_flag=True, help="Keep no activations inside a block: slower, less memory.")
 @click.option("--save-steps", default=100, show_default=True, help="Steps between checkpoints.")
 @click.option("--run", metavar="FOLDER", help="Checkpoints, log.jsonl, loss.html; default OUT.run.")
+@click.option("--control-run", metavar="FOLDER", help="Keep the control there; other healings of TEACHER share it.")
 @click.option("--resume", is_flag=True, help="Go on where the run in that folder stopped.")
 @REPORT
 @ACCEPT
@@ -76,6 +77,7 @@ def heal(
     field: str,
     length: int | None,
     run: str | None,
+    control_run: str | None,
     resume: bool,
     page: str | None,
     accept: bool,
@@ -105,12 +107,13 @@ def heal(
         if sources[0].path is not None:
             check_apart(target, sources[0].path, f"the teacher, {sources[0].name}")
     page_target = charts_of(page, force)
-    if run is not None and not run.strip():
-        raise UsageError(Code.LN003, f"run {run!r}", "it names nothing (an unset variable?)", "name a folder")
+    for name, value in (("run", run), ("control-run", control_run)):
+        if value is not None and not value.strip():
+            raise UsageError(Code.LN003, f"{name} {value!r}", "it names nothing (an unset variable?)", "name a folder")
     with screen.working(f"capturing {teacher}"):
         from ..api import check_device
         from ..data.calibration import check_data
-        from ..healing.config import HealingConfig
+        from ..healing.config import HealingConfig, check_control
         from ..healing.opening import tokenizer_named
         from ..healing.snapshots import check_run
 
@@ -119,14 +122,16 @@ def heal(
         tokenizer_named(tokenizer)
         check_device(how.device)
         folder = run or f"{target}.run"
-        for path in read:
-            check_apart(Path(folder), path, str(path))
-        check_outside(Path(folder), target, f"what is to be written, {target}")
+        for place in filter(None, (folder, control_run)):
+            for path in read:
+                check_apart(Path(place), path, str(path))
+            check_outside(Path(place), target, f"what is to be written, {target}")
         check_run(Path(folder), resume, force)
         stages = tuple(order.split(",")) if order else ()
         config = HealingConfig(**asked, seed=how.seed, stages=stages, control=not no_control)
+        check_control(config, folder, control_run)
         places: dict[str, Any] = {"output": target, "held_out": held_out, "length": length, "run": folder}
-        places |= {"tokenizer": tokenizer, "field": field}
+        places |= {"tokenizer": tokenizer, "field": field, "control_run": control_run}
         places |= {"device": how.device, "resume": resume, "restart": force, "force": force}
         found = _healed(sources, data, config, accept, into_folder, places)
         if number():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import Code, UsageError, did_you_mean
 from ..reconstruction.schedule import share
@@ -14,6 +16,9 @@ TRAINED = {
     "touched": "what the conversion changed, and the norms",
 }
 """What `train` may be, in words."""
+
+OF_STUDENTS = ("losses", "progressive", "stages", "ramp", "drop_final", "rehearse", "lr", "gain_lr", "save_steps")
+"""The choices that change nothing of a control."""
 
 LEAST = {"tokens": 1, "steps": 1, "local_steps": 0, "batch_size": 1, "accumulate": 1, "save_steps": 1, "warmup": 0}
 MOST = 10**12
@@ -109,6 +114,16 @@ class HealingConfig:
     def share(self, step: int, steps: int) -> float:
         """Return the share of the learning rate at a step of `steps`, counted from 0."""
         return share(step, steps, min(self.warmup, max(1, steps // 10)))
+
+
+def check_control(config: HealingConfig, run: str | Path | None, control_run: str | Path | None) -> None:
+    """Raise UsageError LN003 where a control cannot be kept in a folder: none is trained, or the run is there."""
+    if control_run and not config.control:
+        remedy = "omit it, or train a control (without --no-control)"
+        raise UsageError(Code.LN003, f"control_run={control_run}", "no control is trained", remedy)
+    if control_run and run and os.path.realpath(control_run) == os.path.realpath(run):
+        why = "the run itself is kept there"
+        raise UsageError(Code.LN003, f"control_run={control_run}", why, "name another folder")
 
 
 def _wrong(name: str, value: object, remedy: str) -> None:

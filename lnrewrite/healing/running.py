@@ -39,8 +39,9 @@ class Healing:
     """Hold one healing from its checks to its figures.
 
     teacher: the first of the pair as it takes part. source: what is trained on. held: rows to choose rates on, may be
-    empty. measured: rows to report. objective, mix: what is learned. living: the student where that is a module in
-    Python. frozen: its parameters that stay. gap: how far the student is from its teacher before the training, in nats.
+    empty. measured: rows to report. snapshots: the folder of the run. controls: that of its control, often the same.
+    objective, mix: what is learned. living: the student where that is a module in Python. frozen: its parameters that
+    stay. gap: how far the student is from its teacher before the training, in nats.
     """
 
     pair: Pair
@@ -52,6 +53,7 @@ class Healing:
     config: HealingConfig
     world: World
     snapshots: Snapshots
+    controls: Snapshots
     objective: Objective
     mix: Mix
     living: LivingStudent | None = None
@@ -172,12 +174,21 @@ class Healing:
         return [first, last] if self.config.local_steps else [last]
 
     def control(self) -> Rates:
-        """Train the teacher on the same tokens, on the task alone; return the rates for it."""
+        """Train the teacher on the same tokens, on the task alone; return the rates for it.
+
+        One that another healing has trained is taken, and others may take this one as soon as it is trained.
+        """
         names = trained(self.teacher, self.teacher, self.config.train)
         phase = self.phase("control", self.teacher, None, Mix(task=1.0), names, {})
         rates = self.chosen(phase)
         self.train(rates.on(phase), self.budget.steps(rates.tokens))
+        if self.controls is not self.snapshots:
+            self.controls.leave()
         return rates
+
+    def kept(self, phase: Phase) -> Snapshots:
+        """Return where a phase is kept."""
+        return self.snapshots if phase.teacher else self.controls
 
     def follow(self, student: Participant, names: frozenset[str], sizes: Mapping[str, float]) -> None:
         """Give a student what training changed in its teacher, where that brings it nearer."""
@@ -230,11 +241,11 @@ class Healing:
 
     def chosen(self, phase: Phase) -> Rates:
         """Return the rates for a phase, and keep them in the log: a run that goes on has them from there."""
-        name = f"{phase.name} rates"
-        if row := self.snapshots.before.get((name, 0)):
+        name, kept = f"{phase.name} rates", self.kept(phase)
+        if row := kept.before.get((name, 0)):
             return Rates(**row["rates"])
         found = self.tried(phase)
-        self.snapshots.log({"phase": name, "step": 0, "tokens": 0, "rates": found.to_dict()})
+        kept.log({"phase": name, "step": 0, "tokens": 0, "rates": found.to_dict()})
         return found
 
     def tried(self, phase: Phase) -> Rates:
@@ -243,12 +254,12 @@ class Healing:
         if asked or not self.budget.trial:
             return Rates(phase.lr, phase.gain_lr)
         follow = not phase.teacher or self.config.gain_lr is not None
-        test = RateTest(self.rehearsed(phase), self.held, self.budget.trial, self.snapshots, self.world)
+        test = RateTest(self.rehearsed(phase), self.held, self.budget.trial, self.kept(phase), self.world)
         return test.choose(phase, follow, self.way(phase.teacher))
 
     def train(self, phase: Phase, steps: int) -> None:
         """Run a phase for so many steps."""
-        replace(phase, steps=steps).run(self.rehearsed(phase), self.snapshots, self.world)
+        replace(phase, steps=steps).run(self.rehearsed(phase), self.kept(phase), self.world)
 
     def rehearsed(self, phase: Phase) -> BatchSource:
         """Return the data, with random tokens among them where a teacher says what they give."""
@@ -273,12 +284,14 @@ class Healing:
         seconds: float,
     ) -> HealingReport:
         task = self.objective.has_task(self.measured[0])
-        log = self.snapshots.rows()
+        log = [row for kept in dict.fromkeys((self.controls, self.snapshots)) for row in kept.rows()]
         notes = [*self.pair.notes, *self.source.notes]
         if not task:
             notes.append("the data hold no targets, so no control is trained: the losses are distances to the teacher")
         elif not self.config.control:
             notes.append("no control was trained; the gap is against the teacher as it was")
+        if any(phase == "control" for phase, _ in self.controls.before) and self.controls is not self.snapshots:
+            notes.append(f"the control is of {self.controls.folder}, trained before")
         worse, doubt = losses["healed"].minus(losses.get("converted", losses["healed"]))
         if worse > 2 * (doubt or 0.0):
             notes.append("the healed model is worse on what is held out than before it was healed")

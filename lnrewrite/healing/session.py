@@ -22,7 +22,7 @@ from ..models.program import Program
 from ..pipeline.results import Json
 from ..quiet import LOGGER
 from .budget import Budget, Wanted, divided
-from .config import HealingConfig
+from .config import OF_STUDENTS, HealingConfig, check_control
 from .distributed import World
 from .living import LivingStudent, check_frozen, frozen_in, program_of
 from .losses import Mix, Objective
@@ -61,6 +61,7 @@ def heal(
     field: str = "text",
     kwargs: Mapping[str, object] | None = None,
     run: str | Path | None = None,
+    control_run: str | Path | None = None,
     resume: bool = False,
     restart: bool = False,
     force: bool = True,
@@ -79,7 +80,9 @@ def heal(
 
     output: where to write the result (.pt2 or .onnx); `force`: over what stands there. run: the folder of checkpoints,
     log.jsonl and loss.html; None uses a temporary one. resume: go on where that run stopped; the same seed gives the
-    same weights. restart: drop what a run that did not finish left there. Parameters of a student
+    same weights. restart: drop what a run that did not finish left there. control_run: a folder that keeps the trained
+    control, three times the teacher's size; further healings of that teacher on the same data, by the same tokens and
+    seed, take it from there. Parameters of a student
     module that take no gradient stay, where others take one. Dropout stays off. Under torchrun work and
     networks are shared over all processes (FSDP2); the programs and modules that a process was given stay with it.
 
@@ -91,10 +94,10 @@ def heal(
     data = os.fspath(data) if isinstance(data, os.PathLike) else data
     if run:
         check_run(Path(run), resume, restart)
+    check_control(plan, run, control_run)
     target = output_named(output, force)
-    given = _Given(
-        plan, data, os.fspath(held_out) if held_out else None, length, tokenizer, field, run, resume, restart
-    )
+    apart = os.fspath(held_out) if held_out else None
+    given = _Given(plan, data, apart, length, tokenizer, field, run, control_run, resume, restart)
     world = World.join(device, (plan.batch_size or 0) // plan.accumulate)
     with contextlib.ExitStack() as stack:
         stack.callback(world.leave)
@@ -131,6 +134,7 @@ class _Given:
     tokenizer: object
     field: str
     run: str | Path | None
+    control_run: str | Path | None
     resume: bool
     restart: bool
 
@@ -164,9 +168,13 @@ class _Given:
         folder = self.run or world.agreed(stack.enter_context(tempfile.TemporaryDirectory(prefix="lnrewrite-")))
         mix = mix_of(plan, objective.has_task(kept[0]))
         asked = self.asked(pair, [*kept, source.batch(0)], world)
-        snapshots = Snapshots(Path(folder), world, asked, self.resume, self.restart)
+        snapshots = controls = Snapshots(Path(folder), world, asked, self.resume, self.restart)
         stack.push(snapshots.leave)
-        return Healing(pair, watched, source, held, kept, budget, plan, world, snapshots, objective, mix)
+        if self.control_run and objective.has_task(kept[0]):
+            of_control = {k: v for k, v in asked.items() if k not in {*OF_STUDENTS, "student", "structure"}}
+            controls = Snapshots(Path(self.control_run), world, of_control, resume=False, shared=True)
+            stack.push(controls.leave)
+        return Healing(pair, watched, source, held, kept, budget, plan, world, snapshots, controls, objective, mix)
 
     def asked(self, pair: Pair, batches: Sequence[Tensors], world: World) -> Json:
         """Return what has to be the same where a run goes on: the choices, both models, and some of the data."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ..errors import Code, LnrewriteError, told, words
 from ..files.landing import write_text_whole
 from ..pipeline.results import Json
-from ..quiet import quiet
+from ..quiet import LOGGER, quiet
 from .distributed import World
 from .reading import Planner, Reader
 
@@ -39,24 +39,33 @@ class Snapshots:
     it names. `before` holds what a run that goes on had logged, by phase and step.
     """
 
-    def __init__(self, folder: Path, world: World, asked: Json, resume: bool, restart: bool = False) -> None:
+    def __init__(
+        self, folder: Path, world: World, asked: Json, resume: bool, restart: bool = False, shared: bool = False
+    ) -> None:
         """Open the folder of a run that was asked for these things; `restart` drops what another run left there.
 
+        shared: wait until no other process uses the folder, and go on with what it holds then, if anything.
         Raises LnrewriteError LN605 where it holds another run, or one that was not to be resumed.
         """
         self.folder, self.world = folder, world
         self.pending: tuple[Future[object], Path] | None = None
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self.lock: int | None = None
+        if shared:
+            self.lock = self._locked(wait=True) if world.first else None
+            world.wait()
+            resume = os.path.lexists(folder / "run.json")
         text = json.dumps(asked, indent=1, sort_keys=True, default=str)
-        was = check_run(folder, resume, restart)
-        if was is not None and was != json.loads(text):
-            other = sorted(k for k in asked if json.loads(text).get(k) != was.get(k))
-            why = f"the run there has other options ({', '.join(other)})"
-            raise LnrewriteError(Code.LN605, str(folder), why, "resume with the same options, or remove the folder")
-        held = self.rows()  # a log of something else is told before it is replaced
+        try:
+            was = _same(folder, json.loads(text), resume, restart)
+            held = self.rows()  # a log of something else is told before it is replaced
+        except LnrewriteError:
+            self.leave()
+            raise
         self.before = {(row["phase"], row["step"]): row for row in held if was is not None}
         world.wait()
-        self.lock = self._locked() if world.first else None
+        if world.first and not shared:
+            self.lock = self._locked()
         if world.first and was is None:
             self._clear()
             (folder / "log.jsonl").unlink(missing_ok=True)
@@ -192,6 +201,7 @@ class Snapshots:
             if refused and [path.name for path in self.folder.iterdir()] == ["run.json"]:
                 (self.folder / "run.json").unlink()
             os.close(self.lock)
+            self.lock = None
 
     def _clear(self) -> None:
         """Remove checkpoints, and nothing else that the folder may hold."""
@@ -203,7 +213,7 @@ class Snapshots:
         found = [p for p in self.folder.glob(f"{phase}-*") if CHECKPOINT.fullmatch(p.name)]
         return sorted((int(p.name.rpartition("-")[2]), p) for p in found)
 
-    def _locked(self) -> int:
+    def _locked(self, wait: bool = False) -> int:
         """Make the folder and lock it: two processes would take each other's checkpoints away."""
         try:
             self.folder.mkdir(exist_ok=True)
@@ -215,6 +225,10 @@ class Snapshots:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            if wait:
+                LOGGER.info(f"waiting for the process that uses {self.folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                return lock
             os.close(lock)
             why, remedy = (
                 "another process is using the run there",
@@ -251,6 +265,16 @@ def check_run(folder: Path, resume: bool, restart: bool = False) -> Json | None:
         remedy = "continue with --resume, or drop it with --force (restart=True)"
         raise LnrewriteError(Code.LN605, str(folder), "it holds a run that did not finish", remedy)
     return found
+
+
+def _same(folder: Path, asked: Json, resume: bool, restart: bool) -> Json | None:
+    """Return what the run in a folder was asked, as `check_run` does. Raises LnrewriteError LN605 for another one."""
+    was = check_run(folder, resume, restart)
+    if was is not None and was != asked:
+        other = sorted(k for k in asked.keys() | was.keys() if asked.get(k) != was.get(k))
+        why = f"the run there has other options ({', '.join(other)})"
+        raise LnrewriteError(Code.LN605, str(folder), why, "give the same options, or remove the folder")
+    return was
 
 
 def check_ours(folder: Path) -> None:
