@@ -106,6 +106,21 @@ class Conditioned(Pictures):
         return out
 
 
+class Segments(Pictures):
+    """Gives every place its classes, on the second axis as torch's losses take them, or on the last."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for norm, conv in zip(self.norms, self.convs, strict=False):
+            x = x + conv(norm(x.movedim(1, -1)).movedim(-1, 1)).relu()
+        out: Tensor = self.head(self.norms[2](x.movedim(1, -1)))
+        return out if self.last else out.movedim(-1, 1)
+
+
 def converted(net: nn.Module, **inputs: Tensor) -> tuple[Any, Any]:
     """Return a teacher and its conversion to Peri-LN."""
     teacher = lnr.capture(net.eval(), kwargs=inputs)
@@ -146,6 +161,26 @@ def test_labels_stand_with_both_or_with_none_and_are_of_any_width(tmp_path: Path
     torch.save({"x": x, "labels": torch.tensor(1)}, without)
     with pytest.raises(lnr.LnrewriteError, match=r"LN022 .*labels are one number"):
         lnr.heal(teacher, student, without, **QUICK)
+
+
+@pytest.mark.parametrize(("high", "wide"), [(6, 6), (5, 6), (6, 5)])
+def test_labels_of_places_go_with_classes_on_either_axis(high: int, wide: int) -> None:
+    x, labels, reports = torch.randn(64, 3, high, wide), torch.randint(0, 5, (64, high, wide)), []
+    labels[:, 0] = -100
+    for last in (True, False):
+        batches = [{"x": x[i : i + 4], "labels": labels[i : i + 4]} for i in range(0, 64, 4)]
+        reports.append(lnr.heal(*converted(Segments(last), x=x[:8]), batches, **QUICK).report)
+    one, two = reports
+    assert one.unit == two.unit == "nats" and one.targets == two.targets == 24 * (high - 1) * wide
+    assert one.losses["healed"]["mean"] == pytest.approx(two.losses["healed"]["mean"], abs=1e-6)
+    assert one.losses["healed"]["mean"] < one.losses["converted"]["mean"]
+
+
+def test_pictures_with_as_many_classes_as_places_are_told() -> None:
+    batch = {"x": torch.randn(8, 3, 5, 5), "labels": torch.randint(0, 5, (8, 5, 5))}
+    pair = converted(Segments(last=False), x=batch["x"])
+    with pytest.raises(lnr.LnrewriteError, match=r"LN022 .*the second or the last axis"):
+        lnr.heal(*pair, [batch] * 9, **QUICK)
 
 
 def walks(batches: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:

@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import lnrewrite as lnr
 import zoo
 from commands import as_process, started
 from lnrewrite import demo
-from lnrewrite.healing import budget, snapshots
+from lnrewrite.healing import budget, snapshots, training
 from lnrewrite.healing.session import Healed
 from lnrewrite.healing.snapshots import Snapshots
 from lnrewrite.models.program import Program
@@ -87,6 +89,33 @@ def test_a_run_goes_on_in_every_phase(
     with monkeypatch.context() as patched, pytest.raises(Killed):
         killed_at(patched, phase, step)
         lnr.heal(*pair, text, **how, run=tmp_path / "run")
+    assert same(whole, lnr.heal(*pair, text, **how, run=tmp_path / "run", resume=True))
+
+
+@pytest.mark.parametrize("phase", STEPS)
+def test_ctrl_c_in_the_last_step_of_a_phase(
+    phase: str, pair: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the run, which goes on with the next phase; behind the last one there is nothing left to stop."""
+    how: dict[str, Any] = HOW | KINDS["local"]
+    whole, taken = lnr.heal(*pair, text, **how), list[tuple[str, int]]()
+
+    @contextmanager
+    def until_stopped() -> Iterator[Callable[[], bool]]:
+        yield lambda: taken[-1] == (phase, STEPS[phase])
+
+    def logged(self: Snapshots, row: Any, log: Any = Snapshots.log) -> None:
+        taken.append((row["phase"], row["step"]))
+        log(self, row)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshots, "log", logged)
+        patched.setattr(training, "until_stopped", until_stopped)
+        if phase == "global":
+            assert same(whole, lnr.heal(*pair, text, **how))
+            return
+        with pytest.raises(training.Stopped, match=f"{phase} was stopped and saved at step {STEPS[phase]}"):
+            lnr.heal(*pair, text, **how, run=tmp_path / "run")
     assert same(whole, lnr.heal(*pair, text, **how, run=tmp_path / "run", resume=True))
 
 

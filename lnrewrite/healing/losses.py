@@ -152,17 +152,25 @@ class Objective:
         return compared(self.scores(outputs, batch), None, targets)[0][targets != IGNORED]
 
     def scores(self, outputs: object, batch: Tensors) -> Tensor:
-        """Return the logits [..., classes]. Raises LnrewriteError LN022 where no output has labels' shape."""
+        """Return the logits [..., classes], which an output has on its last axis or, of pictures, on its second.
+
+        Raises LnrewriteError LN022 where no output has labels' shape, or both axes of a picture may be meant.
+        """
         leaves = [t for t in tensors_in(outputs) if t.is_floating_point()]
         named = logits(outputs)
         if TARGETS not in batch:
             assert named is not None
             return named
         wanted = batch[TARGETS].shape
-        fitting = [t for t in (named, *leaves) if t is not None and t.shape[:-1] == wanted]
+        found = [*([] if named is None else [named]), *leaves]
+        moved = [t.movedim(1, -1) for t in found if t.dim() > 2]
+        fitting = [t for t in (*found, *moved) if t.shape[:-1] == wanted]
+        if fitting and len(wanted) > 2 and len(set(fitting[0].shape[1:])) == 1:
+            why = f"of outputs of shape {list(fitting[0].shape)}, the second or the last axis may be the classes"
+            raise LnrewriteError(Code.LN022, "labels", why, "give pictures of another size")
         if not fitting:
             why = f"they have shape {list(wanted)}, and the outputs {', '.join(str(list(t.shape)) for t in leaves)}"
-            remedy = "give labels of the logits' shape without its last axis, or a model with a head"
+            remedy = "give labels of the logits' shape without its axis of classes, or a model with a head"
             raise LnrewriteError(Code.LN022, "labels", why, remedy)
         return fitting[0]
 

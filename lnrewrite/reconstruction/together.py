@@ -175,7 +175,8 @@ def varied(pair: Pair, step: int, tables: Sequence[int]) -> Pair:
     choice = torch.rand(len(tokens), generator=draw)
     new = torch.where(choice < SWAPPED, others, tokens)
     if tables[at]:
-        new = torch.where(choice > 1 - DRAWN, torch.randint(tables[at], tokens.shape, generator=draw).to(new), new)
+        many = min(tables[at], torch.iinfo(tokens.dtype).max)
+        new = torch.where(choice > 1 - DRAWN, torch.randint(many, tokens.shape, generator=draw).to(new), new)
     new = new.view(rows.shape).to(rows.device)
 
     def put(value: object) -> object:
