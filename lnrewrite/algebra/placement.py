@@ -63,7 +63,7 @@ class Conversion:
     trunk, `carried` the trunk norm that was taken off the trunk just before (post off), `unit` whether a trunk norm
     of unit gain was put on (post on). `offset` is how large a constant goes before an out norm that is put in, in sizes
     of the branch. `plain` keeps what a trunk norm taken off multiplied and added out of the skips: the trunk times
-    `basis` is then what it would be with them.
+    `basis` is then what it would be with them, at the sums of the blocks that `bases` names.
     """
 
     stream: Stream
@@ -77,6 +77,7 @@ class Conversion:
     vectors: Vectors = field(default_factory=Vectors)
     refusals: list[Refusal] = field(default_factory=list)
     folded: set[str] = field(default_factory=set)
+    bases: dict[str, Floats] = field(default_factory=dict)
 
     def edits(self) -> list[Edit]:
         samples = self.context.samples()
@@ -147,6 +148,8 @@ class Conversion:
             skip = skip + self.write(block, samples[block.name], weight, operations, fits)
             done[block.name] = operations, fits
         self.trunk = skip
+        if anywhere((self.basis != 1).any()):
+            self.bases |= dict.fromkeys((b.name for b in group), self.basis)
         self.after(group[-1], samples[group[-1].name], last, *done[group[-1].name])
         return [self.edit(b, *done[b.name], samples[b.name]) for b in group if done[b.name][0]]
 
@@ -304,12 +307,13 @@ class Conversion:
             whole = self.trunk * self.basis
             self.ratio = np.sqrt(spread(site.norm.kind, whole) ** 2 + max(site.norm.eps, 1e-12))
             self.carried = site.norm
-        elif site and self.plain:
+        elif site and self.plain and self.resized:
             wanted = self.value(site.norm, unit(site.norm.kind, seen.total, site.norm.eps))
             found = fit(unit(self.kind, self.trunk, self.eps), wanted, usual(wanted), self.beta)
             fits.append(found.error)
             scale, shift = self.vector(found.scale), self.vector(found.shift)
             operations.append(SetNorm(Where.POST, self.norm(block, self.eps), scale, shift))
+            self.trunk, self.ratio, self.basis = found.value, np.ones(len(wanted)), np.ones(self.stream.width)
         elif site:
             self.trunk = self.value(site.norm, unit(site.norm.kind, self.trunk, site.norm.eps))
             self.ratio = np.ones(len(self.trunk))

@@ -224,7 +224,8 @@ class Edit:
 class Proposal:
     """Hold what one pass wants to do to one stream; `vectors` are the arrays its edits point to.
 
-    `otherwise` is why a site that nothing here names is not applicable; without it each site has to be named.
+    `otherwise` is why a site that nothing here names is not applicable; without it each site has to be named. `bases`
+    says by what the state behind a block's sum is then to be multiplied, per channel, for one like the original's.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -232,6 +233,7 @@ class Proposal:
     not_applicable: tuple[tuple[str, str], ...] = ()
     vectors: Mapping[str, Array] = field(default_factory=dict, compare=False)
     otherwise: str = field(default="", compare=False)
+    bases: Mapping[str, Array] = field(default_factory=dict, compare=False)
 
     def completed(self, stream: Stream) -> Proposal:
         """Return the proposal with a row for each site of the stream that no edit sets and nothing else names."""

@@ -25,7 +25,7 @@ from ..ir import Network, text
 from ..ir.inputs import InputSpec
 from ..ir.summary import Picture, describe
 from ..pipeline.certifying import certify
-from ..pipeline.protocols import Batch, Samples
+from ..pipeline.protocols import Bases, Batch, Samples
 from ..pipeline.report import Fitted
 from ..pipeline.results import Drift, Gap, Json
 from ..pipeline.sounding import Edits
@@ -80,7 +80,7 @@ class GraphModel(Exportable, Generic[StoredT]):
 
     @abstractmethod
     def fitted(
-        self, original: Self, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+        self, original: Self, blocks: Bases, fit: Sequence[Batch], held: Sequence[Batch]
     ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
         """Return the model with some blocks' branches fitted to what `original` does on data; this one is used up."""
 

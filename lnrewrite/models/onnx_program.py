@@ -45,7 +45,7 @@ from ..ir.inputs import InputSpec
 from ..kernels.library import DOMAIN, find
 from ..loading.identify import listed
 from ..loading.transformers import Tokenizer
-from ..pipeline.protocols import Batch
+from ..pipeline.protocols import Bases, Batch
 from ..pipeline.report import Fitted, Report
 from ..pipeline.results import Gap
 from .base import Example, GraphModel
@@ -271,7 +271,7 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         return self._as(model, (*self.done, label)), count
 
     def fitted(
-        self, original: OnnxProgram, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+        self, original: OnnxProgram, blocks: Bases, fit: Sequence[Batch], held: Sequence[Batch]
     ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
         """Return the model with some blocks' branches fitted to what `original` does on data; this one is used up."""
         from ..reconstruction.onnx_models import OnnxSide, fitted_onnx

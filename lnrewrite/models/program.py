@@ -41,7 +41,7 @@ from ..files.landing import poured, write_whole
 from ..files.output import check_output
 from ..ir import Proposal, Stream
 from ..ir.inputs import InputSpec
-from ..pipeline.protocols import Batch, Samples
+from ..pipeline.protocols import Bases, Batch, Samples
 from ..pipeline.report import Fitted, Report
 from ..pipeline.results import Gap
 from . import calibration
@@ -261,7 +261,7 @@ class Program(GraphModel[torch.Tensor]):
         return type(self)(capture, format=self.format, tokenizer=self.tokenizer), count
 
     def fitted(
-        self, original: Program, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+        self, original: Program, blocks: Bases, fit: Sequence[Batch], held: Sequence[Batch]
     ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
         """Return the model with some blocks' branches fitted to what `original` does on data; this one is used up."""
         from ..reconstruction.reconstruct import Side, fitted

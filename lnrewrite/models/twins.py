@@ -7,7 +7,7 @@ measured; so graphs of the same picture and values that are told the same change
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from hashlib import sha256
 from typing import Any, NoReturn, Self
@@ -17,7 +17,7 @@ import onnx_ir as ir
 from ..detect.arithmetic import Floats
 from ..errors import Code, LnrewriteError
 from ..ir import Network
-from ..pipeline.protocols import Batch, Samples
+from ..pipeline.protocols import Bases, Batch, Samples
 from ..pipeline.report import Fitted
 from ..pipeline.results import Drift
 from .onnx_program import OnnxProgram
@@ -92,7 +92,7 @@ class Leader(Twin):
         return found
 
     def fitted(
-        self, original: OnnxProgram, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+        self, original: OnnxProgram, blocks: Bases, fit: Sequence[Batch], held: Sequence[Batch]
     ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
         """Fit branches to data."""
         made, rows, notes = super().fitted(original, blocks, fit, held)
@@ -122,7 +122,7 @@ class Follower(Twin):
         return dict(zip(axes, self.tape.next("recorded"), strict=True))
 
     def fitted(
-        self, original: OnnxProgram, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+        self, original: OnnxProgram, blocks: Bases, fit: Sequence[Batch], held: Sequence[Batch]
     ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
         """Take over what was fitted."""
         values, rows, notes = self.tape.next("fitted")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeVar
 
-from ..ir import Block, Exactness, Network, Norm, Proposal, Scale, Stream
+from ..ir import Array, Block, Exactness, Network, Norm, Proposal, Scale, Stream
 from ..ir.select import select
 from .report import Fitted
 from .results import Drift, Gap
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, Any] | Sequence[Any]
 """One call's inputs: a mapping of keyword inputs, or a sequence of positional ones."""
+Bases = Mapping[str, Array | None]
+"""Blocks, and by what the state behind the sum of each is to be multiplied, per channel, to be like the original's."""
 
 
 class Proposer(Protocol):
@@ -154,11 +156,11 @@ class Model(Protocol):
         ...
 
     def fitted(
-        self, original: Self, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+        self, original: Self, blocks: Bases, fit: Sequence[Batch], held: Sequence[Batch]
     ) -> tuple[Self, tuple[Fitted, ...], tuple[str, ...]]:
         """Return the model with the parameters of some blocks' branches fitted to what `original` does on data.
 
-        Also what was done, and notes; this model may be used up.
+        Also what was done, and notes; this model may be used up. blocks: those, each with the basis of its sum.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic
 
@@ -12,7 +12,7 @@ from ..errors import LnrewriteError, Refusal, Refused
 from ..ir import Exactness, Network, Proposal, Stream
 from .base import Pass, proposed
 from .feed import Feed
-from .protocols import Context, M, Proposer, Samples
+from .protocols import Bases, Context, M, Proposer, Samples
 from .report import Expected, Fitted, Skipped, Step
 from .results import Drift
 from .shares import agreed, everyone
@@ -49,6 +49,7 @@ class Done:
     network: Network
     fitted: tuple[Fitted, ...] = ()
     notes: tuple[str, ...] = ()
+    bases: Bases = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -75,7 +76,7 @@ class Turn(Generic[M]):
         if plainer is None or not done.step.edits:
             return made, done
         started = time.perf_counter()
-        made, rows, notes = made.fitted(self.current, {e.site for e in done.expected}, self.feed.fit, self.feed.held)
+        made, rows, notes = made.fitted(self.current, done.bases, self.feed.fit, self.feed.held)
         plain, before = self.carry_out(plainer, False)
         worse = no_better(*(self.feed.drift(self.current, program) for program in (made, plain)))
         if not worse:
@@ -113,9 +114,11 @@ class Turn(Generic[M]):
         skipped = tuple(Skipped(item.name, site, why) for _, p in proposals for site, why in p.not_applicable)
         edits = [e for _, p in wanted for e in p.edits if e.expected is not None or e.note]
         expected = tuple(Expected(e.target, e.expected, e.note) for e in edits)
+        told = {name: basis for _, p in wanted for name, basis in p.bases.items()}
+        bases = {e.site: told.get(e.site) for e in expected}
         step = Step(text, count, len(refusals), time.perf_counter() - started)
         unproved = count > 0 and self.witness is not None and self.witness.evidence is None
-        return current, Done(step, item.exactness, refusals, skipped, expected, unproved, self.network)
+        return current, Done(step, item.exactness, refusals, skipped, expected, unproved, self.network, bases=bases)
 
     def proposals(self, item: Proposer) -> list[tuple[Stream, Proposal]]:
         """Ask a pass what it wants of each stream, and of what belongs to none where it edits that too."""

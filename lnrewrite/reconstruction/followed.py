@@ -59,7 +59,7 @@ class Followed:
 
 def distance(measure: Measure, theirs: Tensor, mine: Tensor) -> Tensor:
     """Return how far states [..., width on the measure's axis] are apart, token by token: squared, relative."""
-    wanted, found = measure(theirs), measure(mine)
+    wanted, found = measure(theirs), measure(measure.based(mine))
     return ((found - wanted) / size(wanted)).square().mean(-1)
 
 

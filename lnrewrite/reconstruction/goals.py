@@ -25,12 +25,14 @@ class Measure:
     """See states [..., width on `axis`] as rows [tokens, width], as they are compared: token by token.
 
     directions: what a norm without gain makes of them, since the sizes differ by design; `centered` for layer norms.
+    basis: what takes a state of the converted model to the original's channels, [width]; None where they are the same.
     shown: which tokens count, bool[tokens]; None where all do.
     """
 
     axis: int
     directions: bool
     centered: bool
+    basis: Tensor | None = None
     shown: Tensor | None = None
 
     def __call__(self, state: Tensor) -> Tensor:
@@ -42,6 +44,12 @@ class Measure:
             return x
         x = x - x.mean(-1, keepdim=True) if self.centered else x
         return x / size(x)
+
+    def based(self, state: Tensor) -> Tensor:
+        """Return a state of the converted model in the original's channels."""
+        if self.basis is None:
+            return state
+        return (state.movedim(self.axis, -1) * self.basis.to(state)).movedim(-1, self.axis)
 
     def on(self, shown: Shown, name: str, state: Tensor, batch: Batch) -> Measure:
         """Return the measure on one batch, given a state of it, with what is known of the tokens that count."""
@@ -60,8 +68,8 @@ class Goal:
     weight: Tensor
 
     def residual(self, state: Tensor) -> Tensor:
-        """Return [tokens, width], whose squares are to be small."""
-        return (self.measure(state) - self.target) / self.weight
+        """Return [tokens, width], whose squares are to be small, of a state of the converted model."""
+        return (self.measure(self.measure.based(state)) - self.target) / self.weight
 
 
 def goals_of(
@@ -74,7 +82,8 @@ def goals_of(
     """Return the goals on some batches, each with a measure.
 
     totals, starts: the original's states behind the sum and before it. before: both models' states behind the sum
-    before that; how they differ is what the branch cannot know, mostly noise to it, so part of that is left alone.
+    before that, in the original's channels; how they differ is what the branch cannot know, mostly noise to it, so part
+    of that is left alone.
     like: a measure and a state, for a process that has none of these batches.
     """
     plain = [replace(m, directions=False) for m in measures]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -14,6 +14,7 @@ from ..backends.onnx.mirror import Mirror, mirror
 from ..backends.onnx.session import OnnxModule, runnable
 from ..backends.torch.walk import Walk
 from ..ir import Network, sums
+from ..pipeline.protocols import Bases
 from ..pipeline.report import Fitted
 from .reconstruct import Side, fitted
 
@@ -39,7 +40,7 @@ class OnnxSide:
 
 
 def fitted_onnx(
-    original: OnnxSide, made: OnnxSide, blocks: Collection[str], fit: Sequence[Named], held: Sequence[Named]
+    original: OnnxSide, made: OnnxSide, blocks: Bases, fit: Sequence[Named], held: Sequence[Named]
 ) -> tuple[tuple[Fitted, ...], tuple[str, ...], dict[str, Tensor]]:
     """Fit the branches of some blocks of `made`; return what was done, notes, and the new values of initializers."""
     both = original, made
@@ -67,7 +68,7 @@ def fitted_onnx(
         every = zip(scored, both, mirrors, strict=True)
         if not any(_differs(side, told, found, fit[0], {side.scores: -1}) for side, told, found in every):
             sides = scored
-    rows, more = fitted(sides[0], sides[1], set(blocks) & reached, fit, held)
+    rows, more = fitted(sides[0], sides[1], {b: by for b, by in blocks.items() if b in reached}, fit, held)
     weights, parameters = mirrors[1].weights, dict(sides[1].module.named_parameters())
     values = {weights[n]: parameters[n].detach() for row in rows for n in row.weights}
     rows = tuple(replace(row, weights={weights[n]: moved for n, moved in row.weights.items()}) for row in rows)

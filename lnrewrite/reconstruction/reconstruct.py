@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -25,7 +25,7 @@ from ..backends.torch.module import CapturedModule
 from ..backends.torch.walk import Walk
 from ..ir import Block, Kind, Network, Where, sums
 from ..layout import clock
-from ..pipeline.protocols import Batch
+from ..pipeline.protocols import Bases, Batch
 from ..pipeline.report import Fitted
 from ..pipeline.shares import alone, anywhere, processes, total
 from ..quiet import LOGGER
@@ -67,7 +67,7 @@ class Side:
 
 
 def fitted(
-    original: Side, made: Side, blocks: Collection[str], fit: Sequence[Batch], held: Sequence[Batch]
+    original: Side, made: Side, blocks: Bases, fit: Sequence[Batch], held: Sequence[Batch]
 ) -> tuple[tuple[Fitted, ...], tuple[str, ...]]:
     """Fit the branches of some blocks of `made`, in place; return what was done, or why nothing could be."""
     theirs, ours = ({at: [b.name for b in g] for at, g in side.sums.items()} for side in (original, made))
@@ -130,14 +130,14 @@ class Targets:
 class Reconstruction:
     """Fit `made`, in place, to `original` on the batches of `fit`; a step is kept where it helps on those of `held`.
 
-    `chosen` names the blocks whose branches are fitted.
+    `chosen` names the blocks whose branches are fitted, each with the basis of its sum.
     """
 
     original: Side
     made: Side
     fit: Sequence[Batch]
     held: Sequence[Batch]
-    chosen: Collection[str]
+    chosen: Bases
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -180,7 +180,8 @@ class Reconstruction:
                 left = clock((time.perf_counter() - started) * (len(todo) / len(found) - 1))
                 told = f"error {row.before:.2g} -> {row.after:.2g}, some {left} left"
                 LOGGER.info(f"{len(found)}/{len(todo)} {row.blocks[0]}: {told}")
-            self.before[at[0]] = list(zip(totals, self.student.go(), strict=True))
+            ours = map(self.measure(at).based, self.student.go())
+            self.before[at[0]] = list(zip(totals, ours, strict=True))
         return found
 
     def sum(self, place: tuple[int, int], totals: Sequence[Tensor], starts: Sequence[Tensor]) -> Fitted:
@@ -247,7 +248,9 @@ class Reconstruction:
     def measure(self, place: tuple[int, int]) -> Measure:
         """Return how the states behind a sum are compared."""
         centered = any(s.norm.kind is Kind.LAYER for _, s in self.made.network.streams[place[0]].sites())
-        return Measure(self.made.sums[place][0].anchor.axis, self.moves_trunk_norms(place[0]), centered)
+        blocks = self.made.sums[place]
+        basis = next((torch.as_tensor(by) for b in blocks if (by := self.chosen.get(b.name)) is not None), None)
+        return Measure(blocks[0].anchor.axis, self.moves_trunk_norms(place[0]), centered, basis)
 
     def goals(self, place: tuple[int, int], totals: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Goal]:
         """Return what the state behind a sum shall be on each batch, in units of its own for held-out data."""
