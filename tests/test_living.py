@@ -40,6 +40,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "losses": {"losses": "task=1,hidden=2,spread=0.3"},
     "no task": {"losses": "kl=1"},
     "control": {"control": True, "control_lr": 1e-3},
+    "a shared control": {"control": True, "control_run": "control"},
     "accumulate": {"accumulate": 2},
     "rates": {"lr": 2e-3, "gain_lr": 3.0, "warmup": 1, "weight_decay": 0.0, "max_grad_norm": 0.1},
     "rehearse": {"rehearse": 0.5},
