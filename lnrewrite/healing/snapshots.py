@@ -219,9 +219,7 @@ class Snapshots:
             self.folder.mkdir(exist_ok=True)
             lock = os.open(self.folder, os.O_RDONLY)
         except OSError as error:
-            raise LnrewriteError(
-                Code.LN025, str(self.folder), str(error.strerror), "choose another place (--run)"
-            ) from error
+            raise LnrewriteError(Code.LN025, str(self.folder), str(error.strerror), "choose another folder") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -287,7 +285,7 @@ def check_ours(folder: Path) -> None:
         foreign.append(page)
     if foreign:
         why = f"it holds {foreign[0].name}, which no run wrote, and a run would replace it"
-        raise LnrewriteError(Code.LN605, str(folder), why, "name another folder with --run, or move that away")
+        raise LnrewriteError(Code.LN605, str(folder), why, "name another folder, or move that away")
 
 
 def _states(view: nn.Module, optimizer: Optimizer) -> tuple[dict[str, ValueType], OptimizerStateType]:
@@ -312,7 +310,7 @@ def _unfinished(place: Path) -> Path:
 
 def _no_run(path: Path, error: Exception) -> LnrewriteError:
     why = f"it is not what a run writes: {told(error)}"
-    return LnrewriteError(Code.LN605, str(path), why, "name another folder with --run, or move that file away")
+    return LnrewriteError(Code.LN605, str(path), why, "name another folder, or move that file away")
 
 
 def _told(error: BaseException) -> str:
