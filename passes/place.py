@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from lnrewrite.algebra.fitting import Floats
 from lnrewrite.algebra.obstacles import converted, obstacle
 from lnrewrite.algebra.placement import Conversion, usual_norm
 from lnrewrite.algebra.sizes import keep_sizes
@@ -134,11 +133,11 @@ class Place(Pass):
         wanted = {b.name: WANTED[targets[b.name]] for b in moving}
         refusals = [r for b in moving if (r := obstacle(stream, b, wanted[b.name], moving))]
         free = [b for b in moving if b.name not in {r.site for r in refusals}]
-        edits, vectors, bases = list[Edit](), Vectors(), dict[str, Floats]()
+        edits, vectors = list[Edit](), Vectors()
         if free:
             conversion = self.conversion(stream, context, {b.name: wanted[b.name] for b in free})
             edits, refused = converted(conversion, free)
-            refusals, vectors, bases = refusals + refused, conversion.vectors, conversion.bases
+            refusals, vectors = refusals + refused, conversion.vectors
         edited = {e.target for e in edits} | {r.site for r in refusals}
         skipped = [
             (b.name, f"it is {targets[b.name]} already" if b.name in selected else "not selected")
@@ -156,7 +155,7 @@ class Place(Pass):
             else:
                 why = "its norm is the final one, or shared with a branch of the same sum and edited there"
                 skipped.append((block.name, why))
-        return Proposal(tuple(edits), tuple(refusals), tuple(skipped), vectors, bases=bases)
+        return Proposal(tuple(edits), tuple(refusals), tuple(skipped), vectors)
 
     def conversion(self, stream: Stream, context: Context, wanted: dict[str, set[Where]]) -> Conversion:
         """Return the conversion of some blocks, each to have norms where `wanted` says."""

@@ -16,12 +16,11 @@ import zoo
 from lnrewrite import demo
 from lnrewrite.cli import main
 from lnrewrite.healing.distributed import World
-from lnrewrite.healing.session import Healed
 from lnrewrite.healing.snapshots import Snapshots
 from lnrewrite.models.program import Program
+from test_resuming import HOW, Killed, killed_at, same
 from tiers import rows
 
-HOW: dict[str, Any] = {"batch_size": 2, "length": 16, "steps": 5, "save_steps": 2, "warmup": 0}
 OTHER = [
     {"lr": 1e-3},
     {"gain_lr": 3.0, "rehearse": 0.5},
@@ -57,9 +56,8 @@ def phases(run: Path) -> set[str]:
     return {json.loads(line)["phase"] for line in (run / "log.jsonl").read_text().splitlines()}
 
 
-def same(one: Healed, two: Healed) -> bool:
-    pairs = zip(one.program.module().parameters(), two.program.module().parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs) and one.report.losses == two.report.losses
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("other", rows(OTHER, sample=OTHER[3:4]), ids=str)
@@ -72,14 +70,14 @@ def test_healings_that_share_a_control_end_as_they_do_alone(
     told = f"the control is of {kept}, trained before"
     assert told not in first.report.notes
     assert "control" in phases(kept) and phases(tmp_path / "one") == {"global rates", "global"}
-    held = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    held = files(kept)
     for student in students.values():
         shared = lnr.heal(teacher, student, text, **HOW | other, control_run=kept, run=tmp_path / "two")
         assert same(shared, lnr.heal(teacher, student, text, **HOW | other))
         assert shared.report.rates["control"] == first.report.rates["control"]
         assert told in shared.report.notes
         assert "control" in (tmp_path / "two" / "loss.html").read_text()
-    assert held == {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    assert held == files(kept)
 
 
 @pytest.mark.parametrize("phase", ["control", "global"])
@@ -87,18 +85,9 @@ def test_a_control_goes_on_where_the_healing_that_trained_it_was_stopped(
     phase: str, teacher: Program, students: dict[str, Program], text: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """With `resume`, or where another student takes it up."""
-
-    class Killed(BaseException):
-        pass
-
-    def end(self: Snapshots, row: Any, log: Any = Snapshots.log) -> None:
-        if (row["phase"], row["step"]) == (phase, 3):
-            raise Killed
-        log(self, row)
-
     kept, run = tmp_path / "control", tmp_path / "run"
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(Snapshots, "log", end)
+        killed_at(patched, phase, 3)
         lnr.heal(teacher, students["peri"], text, **HOW, control_run=kept, run=run)
     for to, how in (("none", {}), ("peri", {"run": run, "resume": True})):
         found = lnr.heal(teacher, students[to], text, **HOW, control_run=kept, **how)
@@ -110,7 +99,7 @@ def test_a_control_of_other_training_is_refused_and_left_alone(
 ) -> None:
     kept, pair = tmp_path / "control", (teacher, students["peri"])
     lnr.heal(*pair, text, **HOW, control_run=kept)
-    held = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    held = files(kept)
     Path(other := str(tmp_path / "other.txt")).write_bytes(demo.training_text()[8_000:16_000])
     seeded = lnr.capture(zoo.short_gpt(), kwargs=demo.calibration(batches=2)[0])
     with torch.no_grad():
@@ -127,7 +116,7 @@ def test_a_control_of_other_training_is_refused_and_left_alone(
     for name, models, data, how in wrong:
         with pytest.raises(lnr.LnrewriteError, match=rf"LN605 .*control: .* other options \(.*\b{name}\b"):
             lnr.heal(*models, data, **HOW | how, control_run=kept)
-    assert held == {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    assert held == files(kept)
     lnr.heal(*pair, text, **HOW, control_run=kept)  # nobody holds it
 
 

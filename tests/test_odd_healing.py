@@ -86,15 +86,15 @@ class Pictures(nn.Module):
         self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
         self.classes = nn.Embedding(5, 16)
 
-    def pooled(self, x: Tensor) -> Tensor:
+    def trunk(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for norm, conv in zip(self.norms, self.convs, strict=False):
             x = x + conv(norm(x.movedim(1, -1)).movedim(-1, 1)).relu()
-        out: Tensor = self.norms[2](x.movedim(1, -1)).mean((1, 2))
+        out: Tensor = self.norms[2](x.movedim(1, -1))
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.pooled(x))
+        out: Tensor = self.head(self.trunk(x).mean((1, 2)))
         return out[:, 0] if self.flat else out
 
 
@@ -102,7 +102,7 @@ class Conditioned(Pictures):
     """Takes an input that is named as targets are in data."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = self.head(self.pooled(x) + self.classes(labels))
+        out: Tensor = self.head(self.trunk(x).mean((1, 2)) + self.classes(labels))
         return out
 
 
@@ -114,10 +114,7 @@ class Segments(Pictures):
         self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for norm, conv in zip(self.norms, self.convs, strict=False):
-            x = x + conv(norm(x.movedim(1, -1)).movedim(-1, 1)).relu()
-        out: Tensor = self.head(self.norms[2](x.movedim(1, -1)))
+        out: Tensor = self.head(self.trunk(x))
         return out if self.last else out.movedim(-1, 1)
 
 

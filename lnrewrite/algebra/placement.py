@@ -63,7 +63,7 @@ class Conversion:
     trunk, `carried` the trunk norm that was taken off the trunk just before (post off), `unit` whether a trunk norm
     of unit gain was put on (post on). `offset` is how large a constant goes before an out norm that is put in, in sizes
     of the branch. `plain` keeps what a trunk norm taken off multiplied and added out of the skips: the trunk times
-    `basis` is then what it would be with them, at the sums of the blocks that `bases` names.
+    `basis` is then what it would be with them.
     """
 
     stream: Stream
@@ -77,7 +77,6 @@ class Conversion:
     vectors: Vectors = field(default_factory=Vectors)
     refusals: list[Refusal] = field(default_factory=list)
     folded: set[str] = field(default_factory=set)
-    bases: dict[str, Floats] = field(default_factory=dict)
 
     def edits(self) -> list[Edit]:
         samples = self.context.samples()
@@ -148,10 +147,10 @@ class Conversion:
             skip = skip + self.write(block, samples[block.name], weight, operations, fits)
             done[block.name] = operations, fits
         self.trunk = skip
-        if anywhere((self.basis != 1).any()):
-            self.bases |= dict.fromkeys((b.name for b in group), self.basis)
+        basis = self.vector(self.basis if anywhere((self.basis != 1).any()) else None)
         self.after(group[-1], samples[group[-1].name], last, *done[group[-1].name])
-        return [self.edit(b, *done[b.name], samples[b.name]) for b in group if done[b.name][0]]
+        edits = [self.edit(b, *done[b.name], samples[b.name]) for b in group if done[b.name][0]]
+        return [replace(edit, basis=basis) for edit in edits]
 
     def edit(self, block: Block, operations: list[Operation], fits: list[float], seen: Samples) -> Edit:
         r = of_all(size(seen.branch))

@@ -162,7 +162,7 @@ class Objective:
             assert named is not None
             return named
         wanted = batch[TARGETS].shape
-        found = [*([] if named is None else [named]), *leaves]
+        found = [t for t in (named, *leaves) if t is not None]
         moved = [t.movedim(1, -1) for t in found if t.dim() > 2]
         fitting = [t for t in (*found, *moved) if t.shape[:-1] == wanted]
         if fitting and len(wanted) > 2 and len(set(fitting[0].shape[1:])) == 1:

@@ -210,7 +210,8 @@ class Edit:
 
     `target` is a block's name, or `stream.embedding` / `stream.final`. `expected` is the relative squared error that
     the edit is expected to cause at its own site (None where it is exact) and `note` says what it rests on. `bound` is
-    the relative error that an asymptotic edit states for values of size one; the proof allows for it.
+    the relative error that an asymptotic edit states for values of size one; the proof allows for it. `basis` is what
+    the state behind the block's sum is then to be multiplied by, per channel, for one like the original's.
     """
 
     target: str
@@ -218,14 +219,14 @@ class Edit:
     expected: float | None = None
     note: str = ""
     bound: float = 0.0
+    basis: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Hold what one pass wants to do to one stream; `vectors` are the arrays its edits point to.
 
-    `otherwise` is why a site that nothing here names is not applicable; without it each site has to be named. `bases`
-    says by what the state behind a block's sum is then to be multiplied, per channel, for one like the original's.
+    `otherwise` is why a site that nothing here names is not applicable; without it each site has to be named.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -233,7 +234,6 @@ class Proposal:
     not_applicable: tuple[tuple[str, str], ...] = ()
     vectors: Mapping[str, Array] = field(default_factory=dict, compare=False)
     otherwise: str = field(default="", compare=False)
-    bases: Mapping[str, Array] = field(default_factory=dict, compare=False)
 
     def completed(self, stream: Stream) -> Proposal:
         """Return the proposal with a row for each site of the stream that no edit sets and nothing else names."""

@@ -112,10 +112,9 @@ class Turn(Generic[M]):
             except Exception as fault:  # of ours: an edit that has no place
                 raise Unproved(text, f"carrying it out {failing(fault)}") from fault
         skipped = tuple(Skipped(item.name, site, why) for _, p in proposals for site, why in p.not_applicable)
-        edits = [e for _, p in wanted for e in p.edits if e.expected is not None or e.note]
-        expected = tuple(Expected(e.target, e.expected, e.note) for e in edits)
-        told = {name: basis for _, p in wanted for name, basis in p.bases.items()}
-        bases = {e.site: told.get(e.site) for e in expected}
+        edits = [(e, p.vectors) for _, p in wanted for e in p.edits if e.expected is not None or e.note]
+        expected = tuple(Expected(e.target, e.expected, e.note) for e, _ in edits)
+        bases = {e.target: vectors[e.basis.digest] if e.basis else None for e, vectors in edits}
         step = Step(text, count, len(refusals), time.perf_counter() - started)
         unproved = count > 0 and self.witness is not None and self.witness.evidence is None
         return current, Done(step, item.exactness, refusals, skipped, expected, unproved, self.network, bases=bases)
