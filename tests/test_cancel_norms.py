@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import lnrewrite as lnr
 from test_constants import out, saved
-from zoo.nets import Mlp, Net, Residual
+from zoo.blocks import Net, Residual
+from zoo.branches import Mlp
 from zoo.norms import WIDTH, Factory, randomise
 
 HEADS = 2

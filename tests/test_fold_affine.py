@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import lnrewrite as lnr
 from test_constants import remade
 from tiers import rows
-from zoo.nets import Net, stack
+from zoo.blocks import Net, stack
 
 NORMED = {
     "std": lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-3),

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 import lnrewrite as lnr
 from lnrewrite.backends.torch import module as captured_modules
-from zoo.nets import VOCAB, WIDTH, Mlp, Net
+from zoo.blocks import Net
+from zoo.branches import Mlp
+from zoo.norms import VOCAB, WIDTH
 
 # Maps of x [batch, 6, 8]: spelled as they are or otherwise, and those that have to be traced again.
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {

@@ -12,7 +12,8 @@ import lnrewrite as lnr
 from lnrewrite.detect import detection, proving
 from lnrewrite.detect.match import NormMatch
 from lnrewrite.detect.norms import find_norms
-from zoo.nets import Mlp, Net, Residual, stack
+from zoo.blocks import Net, Residual, stack
+from zoo.branches import Mlp
 from zoo.norms import SPELLINGS, WIDTH, WRONG, Factory, Power, WrittenBatch, randomise
 
 

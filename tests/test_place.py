@@ -21,7 +21,8 @@ from lnrewrite import demo
 from lnrewrite.comparison.verifying import drift
 from lnrewrite.ir import text
 from tiers import rows
-from zoo import nets
+from zoo import beyond, blocks, branches, nets
+from zoo.norms import WIDTH, layer, randomise
 
 TARGETS = ("pre", "post", "peri", "output", "none")
 Batch = dict[str, Tensor]
@@ -205,16 +206,16 @@ def constant(name: str, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ..
     if dtype == torch.float32:
         return module, args
     for residual in module.layers:
-        assert isinstance(residual.branch, nets.Constant)
+        assert isinstance(residual.branch, branches.Constant)
         if residual.branch.out is not None:
-            v = torch.randn(nets.WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            v = torch.randn(WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
             v -= v.mean()
-            reflection = torch.eye(nets.WIDTH, dtype=torch.float64) - 2 * torch.outer(v, v) / (v @ v)
+            reflection = torch.eye(WIDTH, dtype=torch.float64) - 2 * torch.outer(v, v) / (v @ v)
             residual.branch.out = nn.Parameter(reflection)
         if not isinstance(residual.inn, nn.LayerNorm):
-            residual.inn = nn.RMSNorm(nets.WIDTH, 1e-6)
-    module.final = nn.LayerNorm(nets.WIDTH)
-    return nets.randomise(module, 1).double(), args
+            residual.inn = nn.RMSNorm(WIDTH, 1e-6)
+    module.final = nn.LayerNorm(WIDTH)
+    return randomise(module, 1).double(), args
 
 
 CONSTANT = [n for n in nets.NETS if n.startswith("constant")]
@@ -335,11 +336,11 @@ class Batched(nn.Module):
 
 
 def batch_normed() -> nn.Module:
-    return nets.Net(*(nets.Residual(nets.Mlp(), inn=Batched) for _ in range(3)), final=nets.layer)
+    return blocks.Net(*(blocks.Residual(branches.Mlp(), inn=Batched) for _ in range(3)), final=layer)
 
 
 def dead() -> nn.Module:
-    module = nets.pre()
+    module = blocks.pre()
     nn.init.zeros_(module.layers[1].branch.down.weight)
     nn.init.zeros_(module.layers[1].branch.down.bias)
     return module
@@ -352,7 +353,7 @@ def parallel() -> nn.Module:
 Refusing = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], str, dict[str, str], set[str]]
 IDS = nets.NETS["pre"].inputs
 REFUSED: dict[str, Refusing] = {
-    "no residuals": (nets.Plain, nets._floats, "peri", {}, {"LN201"}),
+    "no residuals": (beyond.Plain, nets._floats, "peri", {}, {"LN201"}),
     "batch norm": (batch_normed, IDS, "none", {}, {"LN111"}),
     "dead branch": (dead, IDS, "peri", {}, {"LN112"}),
     "half of a sum": (parallel, IDS, "post", {"blocks": "0"}, {"LN113"}),
@@ -429,9 +430,9 @@ class Cut(nn.Module):
 
     def __init__(self, cut: str) -> None:
         super().__init__()
-        self.cut, self.start, self.head = CUTS[cut], nn.Linear(5, nets.WIDTH), nn.Linear(nets.WIDTH, 3)
-        self.blocks = nn.Sequential(*nets.stack(inn=nets.layer))
-        self.final = nets.layer(nets.WIDTH)
+        self.cut, self.start, self.head = CUTS[cut], nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.Sequential(*blocks.stack(inn=layer))
+        self.final = layer(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         half = len(self.blocks) // 2
@@ -481,8 +482,8 @@ class Within(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.inner = nets.layer(nets.WIDTH), nets.layer(nets.WIDTH)
-        self.one, self.two = nets.Mlp(), nets.Mlp()
+        self.norm, self.inner = layer(WIDTH), layer(WIDTH)
+        self.one, self.two = branches.Mlp(), branches.Mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -492,7 +493,7 @@ class Within(nn.Module):
 @pytest.mark.parametrize("to", TARGETS[1:])
 def test_a_norm_that_reads_a_norm_does_not_take_its_place(to: str) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, nets.WIDTH), Within(), Within(), nets.layer(nets.WIDTH), nn.Linear(nets.WIDTH, 3))
+    net = nn.Sequential(nn.Linear(5, WIDTH), Within(), Within(), layer(WIDTH), nn.Linear(WIDTH, 3))
     program = lnr.capture(net.eval(), (torch.randn(2, 6, 5),))
     report = place(program, to, [(torch.randn(2, 6, 5),)], fit="constants", partial=True).report
     assert report.placement_after == to or {r.code for r in report.refusals} == {"LN110"}

@@ -14,7 +14,7 @@ import zoo
 from lnrewrite import Pipeline
 from lnrewrite.ir import RECALL, Side
 from tiers import rows
-from zoo.nets import Attention, Mlp
+from zoo.branches import Attention, Mlp
 from zoo.norms import VOCAB, WIDTH, layer, rms
 
 SEEDS = range(60)

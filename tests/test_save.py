@@ -20,7 +20,8 @@ import lnrewrite as lnr
 import zoo
 from lnrewrite.files import landing
 from tiers import rows
-from zoo import nets
+from zoo import branches, nets
+from zoo.norms import TOKENS, VOCAB, WIDTH, randomise
 
 
 @pytest.fixture(autouse=True)
@@ -204,9 +205,9 @@ class Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.final = nn.Embedding(nets.VOCAB, nets.WIDTH), nn.LayerNorm(nets.WIDTH)
-        self.norms = nn.ModuleList(nn.LayerNorm(nets.WIDTH) for _ in range(3))
-        self.branches = nn.ModuleList(nets.Mlp() for _ in range(3))
+        self.embedding, self.final = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.branches = nn.ModuleList(branches.Mlp() for _ in range(3))
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -219,7 +220,7 @@ class Dropping(nn.Module):
 def dropping() -> tuple[Any, dict[str, Tensor]]:
     torch.manual_seed(0)
     batch = {"ids": nets._ids()[0]}
-    program = lnr.capture(nets.randomise(Dropping()).eval(), kwargs=batch)
+    program = lnr.capture(randomise(Dropping()).eval(), kwargs=batch)
     return lnr.Pipeline.parse("place{to=peri}").run(program).program, batch
 
 
@@ -268,7 +269,7 @@ def test_a_converted_module_trains() -> None:
     program, batch = dropping()
     module = program.module().train()
     optimiser = torch.optim.AdamW(module.parameters(), 1e-2)
-    target = torch.randn(2, nets.TOKENS, nets.WIDTH, generator=torch.Generator().manual_seed(0))
+    target = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def error() -> Tensor:
         return (module(**batch) - target).pow(2).mean()

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import lnrewrite as lnr
 from tiers import rows
-from zoo.nets import NETS, REFUSED, Attention, Mlp, Net, Residual, pre, stack
+from zoo.blocks import Net, Residual, pre, stack
+from zoo.branches import Attention, Mlp
+from zoo.nets import NETS, REFUSED
 from zoo.norms import WIDTH, layer, randomise, rms
 
 

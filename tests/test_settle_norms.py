@@ -18,7 +18,7 @@ from lnrewrite.pipeline import registry
 from lnrewrite.testing.reference import apply, invent
 from test_constants import remade
 from test_exact_passes import each
-from zoo.nets import Net, stack
+from zoo.blocks import Net, stack
 from zoo.streams import assert_same, context
 
 PICTURE = """

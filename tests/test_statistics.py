@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lnrewrite as lnr
 from test_constants import remade
 from tiers import rows
-from zoo.nets import Net, stack
+from zoo.blocks import Net, stack
 
 TOGETHER = {
     "var_mean": lambda x: torch.var_mean(x, -1, correction=0, keepdim=True),

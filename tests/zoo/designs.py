@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .nets import Attention, Case, Image, Mlp, Net, _conditioned, _ids, _pixels, spell_out, stack
+from .blocks import Image, Net, stack
+from .branches import Attention, Mlp
+from .nets import Case, _conditioned, _ids, _pixels, spell_out
 from .norms import TOKENS, VOCAB, WIDTH, Factory, Power, layer, rms
 
 Rule = Callable[[Any, Tensor], Tensor]

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .blocks import Image, Net, Residual, stack
+from .branches import Attention, Mlp
 from .designs import DESIGNS, Design, Standardised, _batch
-from .nets import DECOYS, NETS, REFUSED, Attention, Image, Mlp, Net, Residual, _pixels, l2, stack
+from .nets import DECOYS, NETS, REFUSED, _pixels, l2
 from .norms import HIDDEN, SPELLINGS, TOKENS, VOCAB, WIDTH, Factory, Power, layer, rms
 
 gemma: Factory = SPELLINGS["rms, 1 + weight before the cast"].make

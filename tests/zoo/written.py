@@ -11,22 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .nets import (
-    DECOYS,
-    NETS,
-    Attention,
-    Bottleneck,
-    Case,
-    Mlp,
-    Net,
-    Residual,
-    Resnet,
-    Scan,
-    _conditioned,
-    _floats,
-    _pixels,
-    _two_ids,
-)
+from .beyond import Bottleneck, Resnet
+from .blocks import Net, Residual
+from .branches import Attention, Mlp, Scan
+from .nets import DECOYS, NETS, Case, _conditioned, _floats, _pixels, _two_ids
 from .norms import HIDDEN, TOKENS, VOCAB, WIDTH
 
 
