@@ -4,7 +4,7 @@
     python examples/train_zoo.py --out zoo --only qwen3                 # once: a model that nothing here was tuned on
     python examples/heal_placements.py zoo/qwen3 --share 0.01 --share 0.05 --share 0.1 --seeds 2 --rows rows.jsonl
 
-What a user types: `place{to=...}` with 16,384 tokens of the shipped training text, then `lnr.heal` with the text that
+What a user types: `place{to=...}` with 8,192 tokens of the shipped training text, then `lnr.heal` with the text that
 the models learned, the Python standard library, and a number of tokens: a share of those that they were trained on. It
 is measured on files that no model ever saw. All seeds and shares heal the same conversion. The control is the model
 itself, trained on the same windows on the task alone; it teaches the students, all placements of a seed by the same
@@ -122,7 +122,7 @@ def table(rows: list[dict], tokens: int, share: float) -> None:
 @click.option("--trained", type=int, help="The tokens of its training.  [default: what these scripts make of it]")
 @click.option("--seeds", default=5, help="Healings of each conversion, by seeds of the windows and their order.")
 @click.option("--fit", type=click.Choice(["reconstruct", "constants"]), default="reconstruct", help="As in `convert`.")
-@click.option("--calibration", default=16_384, help="The tokens that conversions are fitted to, in rows of 128.")
+@click.option("--calibration", default=8192, help="The tokens that conversions are fitted to, in rows of 128.")
 @click.option("--to", "placements", multiple=True, type=click.Choice(TO), default=TO, help="These placements.")
 @click.option("--option", "options", multiple=True, help="Of `lnr.heal`, its value as JSON: lr=6e-4, progressive=true.")
 @click.option("--processes", default=2, help="Runs at a time, one thread each.")

@@ -79,9 +79,9 @@ def test_targets_are_counted_to_their_windows(pair: Any) -> None:
     labels = ids.masked_fill(torch.arange(16) < torch.tensor([[4], [16], [0], [15], [8]]), -100)
     batches = [{"input_ids": ids[i : i + 2], TARGETS: labels[i : i + 2]} for i in (0, 2, 4)]
     one = Participant.of(pair[0], World(0, 1, torch.device("cpu")))
-    found, _ = losses_of(one, Objective("", {}, True), batches, one)
+    [found], _ = losses_of([one], Objective("", {}, True), batches, one)
     assert np.bincount(found.windows).tolist() == [12, 0, 16, 1, 8]
-    alone, _ = losses_of(one, Objective("", {}, True), [{"input_ids": ids[4:], TARGETS: labels[4:]}], one)
+    [alone], _ = losses_of([one], Objective("", {}, True), [{"input_ids": ids[4:], TARGETS: labels[4:]}], one)
     assert np.allclose(found.values[-8:], alone.values, atol=1e-5)
 
 

@@ -294,37 +294,41 @@ class Measured:
 
 
 def losses_of(
-    one: Participant, objective: Objective, batches: Sequence[Tensors], teacher: Participant, drifts: bool = False
-) -> tuple[Measured, Drift | None]:
-    """Return the losses of all held-out targets and, where that is asked for, how far outputs are from the teacher's.
+    sides: Sequence[Participant],
+    objective: Objective,
+    batches: Sequence[Tensors],
+    teacher: Participant,
+    drifts: bool = False,
+) -> tuple[list[Measured], Drift | None]:
+    """Return the losses of each side on all held-out targets; with `drifts`, how far the last is from the teacher.
 
-    Each process runs its rows of every batch.
+    Each process runs its rows of every batch. A teacher that is a side itself runs once.
     """
-    values, windows = list[npt.NDArray[np.float64]](), list[npt.NDArray[np.int64]]()
-    world, first, task = one.world, 0, objective.has_task(batches[0])
+    values, windows = list[Floats](), list[npt.NDArray[np.int64]]()
+    world, first, task = teacher.world, 0, objective.has_task(batches[0])
     apart = torch.zeros(7, dtype=torch.float64)
     for batch in batches:
         rows, counts = world.spread(batch)
-        out = one.outputs(rows)
-        its = teacher.outputs(rows) if drifts or not task else None
+        its = teacher.outputs(rows) if drifts or not task or any(one is teacher for one in sides) else None
+        outs = [its if one is teacher else one.outputs(rows) for one in sides]
         if task:
-            found, count = objective.rows(out, rows), objective.targets(rows) != IGNORED
+            found, count = [objective.rows(out, rows) for out in outs], objective.targets(rows) != IGNORED
         else:
-            mine, other = _first(out), _first(its)
+            other = _first(its)
             sums = torch.stack([other.double().square().sum(), torch.tensor(float(other.numel())).to(other)]) * counts
             square, number = world.sum(sums)
-            errors = (mine - other).square().mean(-1) / (square / number)
-            mask = counted(objective.masks, rows, errors)
-            count = torch.ones_like(errors, dtype=torch.bool) if mask is None else mask
-            found = errors[count]
+            errors = [(_first(out) - other).square().mean(-1) / (square / number) for out in outs]
+            mask = counted(objective.masks, rows, errors[0])
+            count = torch.ones_like(errors[0], dtype=torch.bool) if mask is None else mask
+            found = [each[count] for each in errors]
         if counts:
-            values.append(found.double().cpu().numpy())
+            values.append(torch.stack([each.double() for each in found]).cpu().numpy())
             windows.append(first + world.rank + world.size * count.nonzero()[:, 0].cpu().numpy())
-            apart += distances(its, out, partial(objective.cut, rows)) if drifts else 0
+            apart += distances(its, outs[-1], partial(objective.cut, rows)) if drifts else 0
         first += min(map(len, batch.values()))
     every = world.gathered((values, windows))
     at = np.concatenate([each for _, held in every for each in held])
     order = np.argsort(at, kind="stable")
-    measured = Measured(np.concatenate([each for held, _ in every for each in held])[order], at[order])
+    ordered = np.concatenate([each for held, _ in every for each in held], 1)[:, order]
     total = world.sum(apart)
-    return measured, drift_of(total, True, len(batches)) if drifts else None
+    return [Measured(each, at[order]) for each in ordered], drift_of(total, True, len(batches)) if drifts else None

@@ -81,10 +81,9 @@ class Healing:
     def run(self) -> tuple[Participant, Program, HealingReport]:
         """Train what was asked for, and measure it."""
         started = time.perf_counter()
-        losses = {"teacher": self.measure(self.teacher)[0]}
-        student = self.side(self.pair.student)
+        before, student = dict[str, Measured](), self.side(self.pair.student)
         if self.pair.teacher is not self.pair.student:
-            losses["converted"] = self.measure(student)[0]
+            [before["converted"]], _ = self.measure(student)
         if self.tapering:
             student = self.side(self.tapering.program, self.tapering)
         if self.living:
@@ -98,10 +97,9 @@ class Healing:
         counted |= {"of": sum(p.numel() for p in student.program.module().parameters())}
         steps, rates, control = self.learned(student, names)
         healed, program = self.finished(student)
-        losses["healed"], drift = self.measure(healed, drifts=True)
+        [its, mine], drift = self.measure(self.teacher, healed, drifts=True)
         assert drift is not None
-        if control:
-            losses["control"] = control
+        losses = {"teacher": its, **before, "healed": mine, **({"control": control} if control else {})}
         seconds = time.perf_counter() - started
         return healed, program, self.outcome(program, losses, drift, counted, steps, rates, seconds)
 
@@ -118,7 +116,7 @@ class Healing:
             phase.check(self.rehearsed(phase), self.world)
         if self.controlled:
             rates["control"] = self.control()
-            control = self.measure(self.teacher)[0]
+            [control], _ = self.measure(self.teacher)
             self.follow(student, names, sizes)
             phases = self.phases(student, names, touched, sizes)
         *before, last = phases
@@ -268,10 +266,10 @@ class Healing:
             return self.source
         return Rehearsed(self.source, self.config.rehearse, limits, self.objective, self.odds, self.config.seed)
 
-    def measure(self, one: Participant, drifts: bool = False) -> tuple[Measured, Drift | None]:
+    def measure(self, *sides: Participant, drifts: bool = False) -> tuple[list[Measured], Drift | None]:
         if self.world.first:
             LOGGER.info("measuring the held-out loss")
-        return losses_of(one, self.objective, self.measured, self.teacher, drifts)
+        return losses_of(sides, self.objective, self.measured, self.teacher, drifts)
 
     def outcome(
         self,
