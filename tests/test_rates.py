@@ -85,6 +85,22 @@ def test_targets_are_counted_to_their_windows(pair: Any) -> None:
     assert np.allclose(found.values[-8:], alone.values, atol=1e-5)
 
 
+@pytest.mark.parametrize("ids", ["input_ids", ""], ids=["task", "no task"])
+def test_sides_have_the_losses_that_each_has_alone(ids: str, pair: Any) -> None:
+    """The teacher's stand first where it is a side, and what drifts is the last."""
+    rows = torch.randint(256, (5, 16), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": each} for each in rows.split(2)]
+    world, objective = World(0, 1, torch.device("cpu")), Objective(ids, {}, True)
+    teacher, student = sides = [Participant.of(program, world) for program in pair]
+    both, drift = losses_of(sides, objective, batches, teacher, drifts=True)
+    for found, side in zip(both, sides, strict=True):
+        [alone], _ = losses_of([side], objective, batches, teacher)
+        assert np.array_equal(found.values, alone.values) and np.array_equal(found.windows, alone.windows)
+    assert not np.array_equal(both[0].values, both[1].values)
+    assert drift is not None and drift == losses_of([student], objective, batches, teacher, drifts=True)[1]
+    assert drift.relative_error > 1e-4
+
+
 def test_the_report_tells_both_gaps_with_their_errors(pair: Any, text: str) -> None:
     report = lnr.heal(*pair, text, **SMALL).report
     told = report.to_dict()

@@ -99,7 +99,9 @@ class Healing:
         healed, program = self.finished(student)
         [its, mine], drift = self.measure(self.teacher, healed, drifts=True)
         assert drift is not None
-        losses = {"teacher": its, **before, "healed": mine, **({"control": control} if control else {})}
+        losses = {"teacher": its, **before, "healed": mine}
+        if control:
+            losses["control"] = control
         seconds = time.perf_counter() - started
         return healed, program, self.outcome(program, losses, drift, counted, steps, rates, seconds)
 

@@ -78,12 +78,8 @@ class SecondSkip(nn.Module):
         return self.two(x + h + self.mlp(h))
 
 
-class Span(nn.Module):
+class Span(SecondSkip):
     """Start the MLP's skip at the layer's input (SpanNorm)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.mlp, self.one, self.two = Attention(), Mlp(), layer(WIDTH), layer(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.one(x + self.attention(x))
