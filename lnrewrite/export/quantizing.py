@@ -15,9 +15,10 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from ..backends.onnx.file import bytes_of, write
+from ..backends.onnx.file import write
 from ..backends.onnx.packing import turn_weights
 from ..backends.onnx.session import runnable
+from ..backends.onnx.sizes import bytes_of
 from ..comparison.verifying import measured
 from ..errors import Code, LnrewriteError, UsageError, told, unknown
 from ..pipeline.protocols import Batch

@@ -22,11 +22,13 @@ from .._version import __version__
 from ..backends.onnx.branches import chosen
 from ..backends.onnx.double import jittered
 from ..backends.onnx.editor import OnnxEditor
-from ..backends.onnx.file import ONE_FILE, bytes_of, check_finite, read, stamp
+from ..backends.onnx.file import ONE_FILE, check_finite, read, stamp
 from ..backends.onnx.inputs import drawn, example_inputs, spec_of_model
 from ..backends.onnx.judging import WAYS, Judge, agrees, in_torch
 from ..backends.onnx.norms import RMS
 from ..backends.onnx.session import OnnxModule, load, runnable, worked_out
+from ..backends.onnx.shapes import infer_shapes
+from ..backends.onnx.sizes import bytes_of
 from ..backends.onnx.spelled import respell
 from ..backends.outputs import apart
 from ..backends.rewriter import Rewriter
@@ -111,6 +113,8 @@ class OnnxProgram(GraphModel[ir.TensorProtocol]):
         style = "cuda" if split(model) else "as it is" if plain else "generic"
         made = cls(model, style=style, given=_named(model, inputs, seed))
         made.tokenizer = tokenizer
+        with made._valid():
+            infer_shapes(model)  # what is too large is told before it is run
         return made
 
     @property

@@ -9,9 +9,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
-from ..backends.onnx.file import ONE_FILE, bytes_of, read, whole
+from ..backends.onnx.file import ONE_FILE, read, whole
 from ..backends.onnx.head_norms import GAINS
 from ..backends.onnx.norms import GROUPED
+from ..backends.onnx.sizes import bytes_of
 from ..errors import Code, LnrewriteError, unknown
 from ..kernels.library import DOMAIN, register
 from ..loading.identify import identify

@@ -219,3 +219,38 @@ def target_cases() -> Iterator[Case]:
 
         harmless = target in ("torch.ops.aten.relu_.default",)
         yield inspecting(f"pt2: target {shown!r}", "m.pt2", make, (0, 1) if harmless else (1,))
+
+
+CONSTANTS_MADE = {
+    "2^29 zeros": ("full", [1 << 29], 1), "2^31 zeros": ("full", [1 << 31], 1), "2^40 zeros": ("full", [1 << 40], 1),
+    "zeros in three axes": ("full", [1 << 11] * 3, 1), "2^31 drawn numbers": ("rand", [1 << 31], 1), "2^26 zeros twelve times": ("full", [1 << 26], 12),
+}  # fmt: skip
+
+
+def constant_cases() -> Iterator[Case]:
+    """Small programs that make large constants, and declare them small."""
+
+    def call(kind: str, name: str, **given: Any) -> Any:
+        inputs = [{"name": key, "arg": value, "kind": 1} for key, value in given.items()]
+        made = {"outputs": [{"as_tensor": {"name": name}}], "metadata": {}, "is_hop_single_tensor_return": None, "name": name}
+        return {"target": f"torch.ops.aten.{kind}", "inputs": inputs, **made}
+
+    def edit(node: Any, kind: str, sizes: list[int], count: int) -> None:
+        graph = node["graph_module"]["graph"]
+        values, nodes = graph["tensor_values"], graph["nodes"]
+        place = next(i for i, n in enumerate(nodes) if "relu" in n["target"])
+        held = nodes[place]["inputs"][0]["arg"]["as_tensor"]["name"]
+        fills = {"full": {"fill_value": {"as_float": 0.0}}, "rand": {}}[kind]
+        new = [call(f"{kind}.default", f"big{i}", size={"as_ints": sizes}, **fills) for i in range(count)]
+        for i in range(count):
+            new.append(call("sum.default", f"few{i}", self={"as_tensor": {"name": f"big{i}"}}))
+            new.append(call("add.Tensor", f"more{i}", self={"as_tensor": {"name": held}}, other={"as_tensor": {"name": f"few{i}"}}))
+            declared = values[held] | {"sizes": [], "strides": []}
+            values |= {f"big{i}": declared | {"sizes": [{"as_int": 4}], "strides": [{"as_int": 1}]}, f"few{i}": declared}
+            values[f"more{i}"] = values[held]
+            held = f"more{i}"
+        nodes[place]["inputs"][0]["arg"]["as_tensor"]["name"] = held
+        nodes[place:place] = new
+
+    for name, made in CONSTANTS_MADE.items():
+        yield edited(f"a constant: {name}", MODEL, lambda node, made=made: edit(node, *made))  # type: ignore[misc]

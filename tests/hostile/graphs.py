@@ -186,15 +186,25 @@ def bomb_cases() -> Iterator[Case]:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
 
-    def constant(model: Any, place: Place, sizes: Any, kind: str = "ConstantOfShape") -> None:
+    def constant(model: Any, place: Place, sizes: list[int], kind: str = "ConstantOfShape", count: int = 1, declared: Any = None) -> None:
         import numpy as np
         from onnx import helper, numpy_helper
 
-        model.graph.initializer.append(numpy_helper.from_array(np.array(sizes, dtype=np.int64), "big"))
-        nodes = [helper.make_node(kind, ["big"], ["zeros"]), helper.make_node("ReduceSum", ["zeros"], ["zero"], keepdims=0), *model.graph.node]
-        relu = next(n for n in nodes if n.op_type == "Relu")
-        nodes.insert(nodes.index(relu), helper.make_node("Add", [relu.input[0], "zero"], ["moved"]))
-        relu.input[0] = "moved"
+        floats = {"one": [1.0], "begin": 0.0, "step": 1.0, "end": float(np.prod(sizes))}
+        stored = {"big": np.array(sizes, dtype=np.int64), **{name: np.array(value, dtype=np.float32) for name, value in floats.items()}}
+        model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in stored.items())
+        reads = {"Expand": ["one", "big"], "Tile": ["one", "big"], "Range": ["begin", "end", "step"], "RandomNormal": []}.get(kind, ["big"])
+        how = {"shape": sizes} if kind == "RandomNormal" else {}
+        relu = _each(model, "Relu")
+        nodes = [helper.make_node(kind, reads, [f"zeros{i}"], **how) for i in range(count)]
+        for i in range(count):
+            nodes.append(helper.make_node("ReduceSum", [f"zeros{i}"], [f"zero{i}"], keepdims=0))
+            nodes.append(helper.make_node("Add", [relu.input[0], f"zero{i}"], [f"moved{i}"]))
+            relu.input[0] = f"moved{i}"
+            if declared:
+                model.graph.value_info.append(helper.make_tensor_value_info(f"zeros{i}", 1, declared))
+        at = list(model.graph.node).index(relu)
+        nodes = [*list(model.graph.node)[:at], *nodes, *list(model.graph.node)[at:]]
         del model.graph.node[:]
         model.graph.node.extend(nodes)
 
@@ -209,9 +219,13 @@ def bomb_cases() -> Iterator[Case]:
     yield onnx("a function that calls itself", itself)
     yield onnx("10^5 identities in a row", long, (0, 1))
     yield onnx("10^5 products in a row", lambda m, p: long(m, p, "Relu"), (0, 1))
-    for power in (29, 33, 40):
-        yield onnx(f"a constant of 2^{power} numbers", lambda m, p, n=power: constant(m, p, [1 << n]), (0, 1))  # type: ignore[misc]
-    yield onnx("a constant of 2^31 numbers", lambda m, p: constant(m, p, [1 << 31]), (0, 1))
+    for power in (29, 31, 33, 40):
+        yield onnx(f"a constant of 2^{power} numbers", lambda m, p, n=power: constant(m, p, [1 << n]))  # type: ignore[misc]
+    yield onnx("a constant that is declared small", lambda m, p: constant(m, p, [1 << 31], declared=[4]))
+    yield onnx("a constant in three axes", lambda m, p: constant(m, p, [1 << 11] * 3))
+    for kind in ("Expand", "Tile", "Range", "RandomNormal"):
+        yield onnx(f"a constant made by {kind}", lambda m, p, kind=kind: constant(m, p, [1 << 31], kind))  # type: ignore[misc]
+    yield onnx("a constant of 2^26 numbers twelve times", lambda m, p: constant(m, p, [1 << 26], count=12))
     yield onnx("a constant of negative size", lambda m, p: constant(m, p, [-4]))
     for depth in (30, 100, 1000):
         yield onnx(f"graphs {depth} deep", lambda m, p, d=depth: nested(m, p, d), (0, 1) if depth == 30 else (1,))  # type: ignore[misc]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from onnx_ir.passes.common import InlinePass, TopologicalSortPass
 from ...errors import Code, LnrewriteError
 from .head_norms import stand_apart
 from .rules import Rules
+from .sizes import bytes_of, check_constants, initializers
 from .whole import APART, attend_apart, attend_whole
 
 logging.getLogger("onnx_ir").addHandler(logging.NullHandler())  # what it thinks of a file is for who asks to hear it
@@ -34,7 +34,7 @@ def read(path: Path, name: str, inline: bool = True) -> ir.Model:
 
     `name` is what the user calls it. inline: False keeps functions, for whose operators there may be kernels. Raises
     LnrewriteError LN015 (cut off), LN027 (opset), LN030 (breaks ONNX's rules), LN031 (external data missing, too short,
-    or outside the model's folder), LN039 (too many nodes).
+    or outside the model's folder), LN039 (too many nodes, or too much that is made of constants).
     """
     proto = onnx.ModelProto()
     try:
@@ -58,6 +58,7 @@ def read(path: Path, name: str, inline: bool = True) -> ir.Model:
         _unknown_sizes(model)
     except Exception as why:  # whatever a file that breaks a rule leads the library to
         raise rules.invalid(f"{type(why).__name__}: {why}") from why
+    check_constants(model, f"model {name!r}")
     return model
 
 
@@ -104,20 +105,15 @@ def data_names(target: Path) -> tuple[str, str]:
     return f"{target.name}.data", f"{target.name}.1.data"
 
 
-def bytes_of(model: ir.Model) -> int:
-    """Return how many bytes a model's weights take."""
-    return sum(v.const_value.nbytes for v in _initializers(model) if v.const_value is not None)
-
-
 def whole(model: ir.Model) -> ir.Model:
     """Return a model that refers to no file, a copy where it did: for models of up to `ONE_FILE` bytes of weights."""
-    held = [v.const_value for v in _initializers(model)]
+    held = [v.const_value for v in initializers(model)]
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         held += [a.value for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR]
     if not any(isinstance(tensor, ir.ExternalTensor) for tensor in held):
         return model
     model = model.clone()
-    for value in _initializers(model):
+    for value in initializers(model):
         if isinstance(tensor := value.const_value, ir.ExternalTensor):
             value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
             release(tensor)
@@ -140,7 +136,7 @@ def check_finite(model: ir.Model, name: str) -> None:
 
     Infinities elsewhere are meant: in masks.
     """
-    for value in _initializers(model):
+    for value in initializers(model):
         tensor = value.const_value
         if tensor is None or tensor.dtype not in FLOATS or tensor.size < 2:
             continue
@@ -150,8 +146,3 @@ def check_finite(model: ir.Model, name: str) -> None:
         if any(wrong(flat[i : i + PIECE]).any() for i in range(0, len(flat), PIECE)):
             why = "it holds NaN or infinite values"
             raise LnrewriteError(Code.LN024, f"model {name!r}: {value.name}", why, "repair or re-download the weights")
-
-
-def _initializers(model: ir.Model) -> Iterator[ir.Value]:
-    for graph in model.graphs():
-        yield from graph.initializers.values()

@@ -6,7 +6,6 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Self
 
@@ -24,10 +23,11 @@ from ...pipeline.protocols import Batch
 from ..inputs import check_names, fitted
 from ..running import Runnable
 from .double import doubled, is_in, widened
-from .file import bytes_of, whole, write
+from .file import whole, write
 from .lift import captured, size
 from .remote import Died, Failed, RemoteSession
 from .server import AS_IT_IS, LEVELS
+from .sizes import bytes_of, check_sizes
 
 TORCH = {
     ir.DataType.FLOAT: torch.float32, ir.DataType.DOUBLE: torch.float64, ir.DataType.FLOAT16: torch.float16,
@@ -163,19 +163,6 @@ PLACE = re.compile(r"/onnxruntime_src/\S+:\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?:
 
 SENT = 1 << 27
 """Weights of more bytes are written for ONNX Runtime, and not copied into a message to it, twice."""
-
-SPARE, PER_BYTE = 1 << 28, 16
-
-
-def check_sizes(model: ir.Model) -> None:
-    """Raise LnrewriteError LN039 for a value of more numbers than a model of so many bytes of weights computes."""
-    most = SPARE + PER_BYTE * bytes_of(model)
-    for node in model.graph:
-        for value in node.outputs:
-            sizes = [d for d in value.shape or () if isinstance(d, int)]
-            if prod(sizes) > most:
-                why = f"{value.name} has {prod(sizes)} numbers, more than the {most} allowed for weights of this size"
-                raise LnrewriteError(Code.LN039, "the model", why, "export it with smaller, or named, dimensions")
 
 
 def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:

@@ -28,6 +28,7 @@ from ...errors import Code, LnrewriteError, told
 from ...quiet import untraced
 from ...recipe.runtime import holder_of
 from .checked import check, same
+from .constants import check_constants
 from .contexts import evaluating, quiet, unchanged
 from .dynamic import Axes, Shapes, Trace, dynamic, placeholders, symbols, untangled
 from .fixed import drop_settled, fixed_paths, mark, read_by
@@ -100,7 +101,8 @@ def capture_module(
 def from_program(program: ExportedProgram) -> Capture:
     """Take over a program that torch.export made (and torch.save'd or not).
 
-    Raises LnrewriteError LN020 where its example inputs do not fit it, and LN023 where what was made of it differs.
+    Raises LnrewriteError LN020 where its example inputs do not fit it, LN023 where what was made of it differs, and
+    LN039 where it makes too much of constants.
     """
     args, kwargs = program.example_inputs or ((), {})
     signature = program.module_call_graph[0].signature
@@ -119,6 +121,7 @@ def from_program(program: ExportedProgram) -> Capture:
     if not _are_of(captured, kept):
         why, remedy = "its example inputs do not have the form that it takes", "export it again"
         raise LnrewriteError(Code.LN020, "the program", why, remedy)
+    check_constants(captured)
     with evaluating(captured), quiet():
         same(plain, captured, args, kwargs)
     return Capture(_own(captured), *kept, dynamic=tuple(sorted(symbols(captured))))
