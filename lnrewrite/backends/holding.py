@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..errors import Code, LnrewriteError
 
 SPARE, PER_BYTE = 1 << 28, 16
-"""Numbers that a program may hold besides its inputs: so many, and more for each byte of its weights."""
+"""Numbers that a program may hold: so many, and more for each byte of its weights."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,18 @@ class Step:
     makes: tuple[tuple[str, int], ...]
 
 
+def allowed(size: int) -> int:
+    """Return how many numbers a program with so many bytes of weights may hold besides its inputs."""
+    return SPARE + PER_BYTE * size
+
+
 def check_held(steps: Sequence[Step], size: int, what: str) -> None:
     """Walk the steps of a program, each value held until its last reader has run.
 
     size: bytes of the weights; what: the program, in errors. Raises LnrewriteError LN039 where more is held than that
     allows.
     """
-    most, held, counts = SPARE + PER_BYTE * size, 0, dict[str, int]()
+    most, held, counts = allowed(size), 0, dict[str, int]()
     last = {name: place for place, step in enumerate(steps) for name in (*(n for n, _ in step.makes), *step.reads)}
     for place, step in enumerate(steps):
         counts.update(step.makes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from . import zips
@@ -252,5 +253,5 @@ def constant_cases() -> Iterator[Case]:
         nodes[place]["inputs"][0]["arg"]["as_tensor"]["name"] = held
         nodes[place:place] = new
 
-    for name, made in CONSTANTS_MADE.items():
-        yield edited(f"a constant: {name}", MODEL, lambda node, made=made: edit(node, *made))  # type: ignore[misc]
+    for name, (kind, sizes, count) in CONSTANTS_MADE.items():
+        yield edited(f"a constant: {name}", MODEL, partial(edit, kind=kind, sizes=sizes, count=count))

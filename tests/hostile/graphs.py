@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from . import zips
@@ -80,6 +81,13 @@ def external_cases() -> Iterator[Case]:
 
 def _each(model: Any, kind: str) -> Any:
     return next(n for n in model.graph.node if n.op_type == kind)
+
+
+def _insert(model: Any, before: Any, nodes: list[Any]) -> None:
+    at = list(model.graph.node).index(before)
+    nodes = [*list(model.graph.node)[:at], *nodes, *list(model.graph.node)[at:]]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
 
 
 def _attribute(kind: str, **values: Any) -> Callable[[Any, Place], None]:
@@ -179,12 +187,10 @@ def bomb_cases() -> Iterator[Case]:
         from onnx import helper
 
         relu = _each(model, "Relu")
-        held, at = relu.input[0], list(model.graph.node).index(relu)
+        held = relu.input[0]
         chain = [helper.make_node(kind, [held if not i else f"i{i - 1}"], [f"i{i}"]) for i in range(count)]
         relu.input[0] = f"i{count - 1}"
-        nodes = [*list(model.graph.node)[:at], *chain, *list(model.graph.node)[at:]]
-        del model.graph.node[:]
-        model.graph.node.extend(nodes)
+        _insert(model, relu, chain)
 
     def constant(model: Any, place: Place, sizes: list[int], kind: str = "ConstantOfShape", count: int = 1, declared: Any = None) -> None:
         import numpy as np
@@ -203,10 +209,7 @@ def bomb_cases() -> Iterator[Case]:
             relu.input[0] = f"moved{i}"
             if declared:
                 model.graph.value_info.append(helper.make_tensor_value_info(f"zeros{i}", 1, declared))
-        at = list(model.graph.node).index(relu)
-        nodes = [*list(model.graph.node)[:at], *nodes, *list(model.graph.node)[at:]]
-        del model.graph.node[:]
-        model.graph.node.extend(nodes)
+        _insert(model, relu, nodes)
 
     def nested(model: Any, place: Place, depth: int) -> bytes:
         part = b"\x0a\x00"
@@ -220,13 +223,13 @@ def bomb_cases() -> Iterator[Case]:
     yield onnx("10^5 identities in a row", long, (0, 1))
     yield onnx("10^5 products in a row", lambda m, p: long(m, p, "Relu"), (0, 1))
     for power in (29, 31, 33, 40):
-        yield onnx(f"a constant of 2^{power} numbers", lambda m, p, n=power: constant(m, p, [1 << n]))  # type: ignore[misc]
-    yield onnx("a constant that is declared small", lambda m, p: constant(m, p, [1 << 31], declared=[4]))
-    yield onnx("a constant in three axes", lambda m, p: constant(m, p, [1 << 11] * 3))
+        yield onnx(f"a constant of 2^{power} numbers", partial(constant, sizes=[1 << power]))
+    yield onnx("a constant that is declared small", partial(constant, sizes=[1 << 31], declared=[4]))
+    yield onnx("a constant in three axes", partial(constant, sizes=[1 << 11] * 3))
     for kind in ("Expand", "Tile", "Range", "RandomNormal"):
-        yield onnx(f"a constant made by {kind}", lambda m, p, kind=kind: constant(m, p, [1 << 31], kind))  # type: ignore[misc]
-    yield onnx("a constant of 2^26 numbers twelve times", lambda m, p: constant(m, p, [1 << 26], count=12))
-    yield onnx("a constant of negative size", lambda m, p: constant(m, p, [-4]))
+        yield onnx(f"a constant made by {kind}", partial(constant, sizes=[1 << 31], kind=kind))
+    yield onnx("a constant of 2^26 numbers twelve times", partial(constant, sizes=[1 << 26], count=12))
+    yield onnx("a constant of negative size", partial(constant, sizes=[-4]))
     for depth in (30, 100, 1000):
         yield onnx(f"graphs {depth} deep", lambda m, p, d=depth: nested(m, p, d), (0, 1) if depth == 30 else (1,))  # type: ignore[misc]
     yield onnx("a field longer than the file", lambda m, p: m.SerializeToString() + b"\x3a\xff\xff\xff\xff\x07x")

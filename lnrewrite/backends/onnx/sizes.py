@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx import helper
 
 from ...errors import Code, LnrewriteError
-from ..holding import PER_BYTE, SPARE, Step, check_held
+from ..holding import Step, allowed, check_held
 from .integers import MOST
 from .lift import captured
 from .shapes import infer_shapes
@@ -29,7 +29,7 @@ def bytes_of(model: ir.Model) -> int:
 
 def check_sizes(model: ir.Model) -> None:
     """Raise LnrewriteError LN039 for a value of more numbers than a model of so many bytes of weights computes."""
-    most = SPARE + PER_BYTE * bytes_of(model)
+    most = allowed(bytes_of(model))
     for node in model.graph:
         for value in node.outputs:
             if (count := _count(value)) > most:
@@ -45,7 +45,7 @@ def check_constants(model: ir.Model, what: str) -> None:
     inferred = _of_constants(model)
     infer_shapes(inferred)
     counts = {str(v.name): _count(v) for node in inferred.graph for v in node.outputs}
-    if sum(counts.values()) <= SPARE:  # as most are, whatever is held at once
+    if sum(counts.values()) <= allowed(0):  # as most are, whatever is held at once
         return
     steps = [
         Step(
