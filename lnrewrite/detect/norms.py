@@ -43,7 +43,7 @@ def find_norms(graph: OpGraph) -> tuple[Mapping[str, NormMatch], tuple[Refusal, 
             core = squashed(graph, op)
         if core is not None:
             whole = _with_affine(graph, core)
-            whole = _turned(graph, whole) or whole
+            whole = _turned(graph, whole) or _grouped(graph, core) or whole
             found[whole.output] = whole
             taken |= whole.members
     found |= {f.output: f for f in standardized(graph)}
@@ -221,6 +221,30 @@ def _turned(graph: OpGraph, core: NormMatch) -> NormMatch | None:
         return None
     norm = Norm(Kind.BATCH, core.norm.eps, gamma=add.name, computed=True, axis=-1)
     return NormMatch(norm, source, add.name, frozenset(inner | members | {before.name, add.name}))
+
+
+def _grouped(graph: OpGraph, core: NormMatch) -> NormMatch | None:
+    """Return an instance norm of channels that are reshaped into groups, and back, as the group norm that it is.
+
+    Exporters write them so, with gains of ones for each group, which are not looked at: its gain counts as computed.
+    """
+    before, users = graph[core.source], graph.users[core.output]
+    back = graph[users[0]] if len(users) == 1 and users[0] != "output" else before
+    if core.norm.kind is not Kind.INSTANCE or before.kind != "reshape" or back.kind != "reshape":
+        return None
+    shape, grouped = graph[before.data[0]].shape or (), before.shape or ()
+    alone = graph.users[before.name] == (core.output,)
+    if not alone or back.shape != shape or len(shape) < 2 or len(grouped) < 3 or shape[0] != grouped[0]:
+        return None
+    channels, groups = shape[1], grouped[1]
+    if not isinstance(channels, int) or not isinstance(groups, int) or not groups or channels % groups:
+        return None
+    kind = Kind.GROUP if groups < channels else Kind.INSTANCE
+    bare = Norm(kind, core.norm.eps, axis=1 - len(shape))
+    members = core.members | {before.name, back.name}
+    found = _with_affine(graph, NormMatch(bare, before.data[0], back.name, members))
+    gamma, beta = found.norm.gamma or core.norm.gamma, found.norm.beta or core.norm.beta
+    return replace(found, norm=replace(found.norm, gamma=gamma, beta=beta, computed=True))
 
 
 def _swaps(op: Op) -> bool:

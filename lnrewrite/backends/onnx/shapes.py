@@ -11,7 +11,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from .integers import work_out_integers
 from .norms import CONTRIB
-from .widths import told_by_gains, told_by_heads, told_by_products, told_by_reshapes, told_by_sublayers
+from .widths import told_by_gains, told_by_heads, told_by_products, told_by_reshapes, told_by_shapes, told_by_sublayers
 
 LIKE_FIRST = {
     ("", "LayerNormalization"): 3, ("", "SimplifiedLayerNormalization"): 2, (CONTRIB, "FastGelu"): 2,
@@ -21,7 +21,7 @@ LIKE_FIRST = {
 """Operators whose first output has their first input's shape, with the number of inputs that they may have."""
 
 
-TOLD = told_by_reshapes, told_by_products, told_by_sublayers, told_by_heads, told_by_gains
+TOLD = told_by_reshapes, told_by_shapes, told_by_products, told_by_sublayers, told_by_heads, told_by_gains
 
 
 def infer_shapes(model: ir.Model) -> None:
@@ -29,7 +29,8 @@ def infer_shapes(model: ir.Model) -> None:
 
     Integers that are computed of constants alone become constants: inference does not follow all that computes them.
     """
-    if all(v.shape is not None and v.dtype is not None for node in model.graph for v in node.outputs):
+    told = told_by_shapes(model.graph)
+    if not told and all(v.shape is not None and v.dtype is not None for node in model.graph for v in node.outputs):
         return
     work_out_integers(model)
     with _meanings(model), _products(model.graph):

@@ -57,6 +57,27 @@ def told_by_reshapes(graph: ir.Graph) -> bool:
     return found
 
 
+def told_by_shapes(graph: ir.Graph) -> bool:
+    """Write the shape of x into what a Reshape to Shape(x) gives; return whether there were any less known."""
+    found = False
+    for node in graph:
+        parts = node.inputs[1].producer() if node.op_type == "Reshape" and node.inputs[1] is not None else None
+        if parts is None or parts.op_type != "Shape" or parts.inputs[0] is None:
+            continue
+        if parts.attributes.get_int("start", 0) or "end" in parts.attributes:  # of some axes
+            continue
+        shape, given = parts.inputs[0].shape, node.outputs[0].shape
+        if shape is not None and 0 not in shape and (given is None or _open(shape) < _open(given)):
+            node.outputs[0].shape = ir.Shape(list(shape))
+            found = True
+    return found
+
+
+def _open(shape: ir.Shape) -> int:
+    """Return how many sizes of a shape are neither known nor named."""
+    return sum(shape.is_unknown_dim(i) for i in range(len(shape)))
+
+
 def told_by_sublayers(graph: ir.Graph) -> bool:
     """Write the shapes of ONNX Runtime's operators for embeddings and attention of a BERT; return if there were any."""
     found = False
