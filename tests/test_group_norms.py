@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +38,12 @@ def blocks(path: Path) -> list[ir.Block]:
 @pytest.mark.parametrize("writer, groups, axes", rows(MADE, sample=SAMPLE))
 def test_the_norm_ahead_of_a_branch(writer: str, groups: int, axes: str, tmp_path: Path) -> None:
     net, x, free = nn.Sequential(Block(groups), Block(groups)), torch.randn(3, 16, 8, 8), AXES[axes]
-    how = {"dynamic_shapes": (free,)} if writer == "dynamo" else {"dynamic_axes": {"x": free}}
+    how: dict[str, Any] = {"dynamic_shapes": (free,)} if writer == "dynamo" else {"dynamic_axes": {"x": free}}
     path = tmp_path / "net.onnx"
-    torch.onnx.export(net, (x,), path, input_names=["x"], dynamo=writer == "dynamo", verbose=False, **how)  # type: ignore[arg-type]
-    for block in blocks(path):
+    torch.onnx.export(net, (x,), path, input_names=["x"], dynamo=writer == "dynamo", verbose=False, **how)
+    found = blocks(path)
+    assert len(found) == 2
+    for block in found:
         assert block.placement is ir.Placement.PRE
         (site,) = block.sites
         assert (site.norm.kind, site.norm.axis) == (ir.Kind.INSTANCE if groups == 16 else ir.Kind.GROUP, -3)
@@ -57,4 +60,6 @@ class Half(Block):
 def test_one_that_is_read_inside_is_none(tmp_path: Path) -> None:
     path = tmp_path / "net.onnx"
     torch.onnx.export(nn.Sequential(Half(4)), (torch.randn(3, 16, 8, 8),), path, dynamo=True, verbose=False)
-    assert all(block.placement is not ir.Placement.PRE for block in blocks(path))
+    (block,) = blocks(path)
+    assert block.placement is ir.Placement.NONE
+    assert [(site.where, site.norm.kind) for site in block.sites] == [(ir.Where.INNER, ir.Kind.GROUP)]

@@ -171,6 +171,20 @@ def test_kinds_of_norms_of_feature_maps(make: Callable[[], nn.Module], wanted: s
     assert lnr.capture(module, (torch.randn(2, 3, 6, 6),)).inspect()["norms"]["kinds"] == {wanted: 1}
 
 
+def test_a_batch_norm_of_tokens_that_ends_a_network() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.norm((x + self.linear(x)).transpose(1, 2)).transpose(1, 2)
+            return out
+
+    (block,) = lnr.capture(Net().eval(), (torch.randn(2, 5, WIDTH),)).network.blocks
+    assert [site.norm.kind for site in block.sites] == ["batch"]
+
+
 def test_a_cap_is_no_dynamic_tanh() -> None:
     assert not norms(Squash)
 

@@ -92,6 +92,11 @@ class OpGraph:
             found[name].append("output")
         return {k: tuple(v) for k, v in found.items()}
 
+    def reader(self, name: str) -> Op | None:
+        """Return the one op that reads a value; None where there are more, or it is an output of the graph."""
+        users = self.users[name]
+        return self.ops[users[0]] if len(users) == 1 and users[0] != "output" else None
+
     @cached_property
     def leaves(self) -> dict[str, str]:
         """Map each node that is computed from nothing and read once to what reads it."""

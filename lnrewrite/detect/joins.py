@@ -70,10 +70,9 @@ def same_shape(graph: OpGraph, a: str, b: str) -> bool:
 
 def flattens(graph: OpGraph, name: str, whole: Container[str]) -> bool:
     """Return whether a sum is only a part of the next sum."""
-    users = graph.users[name]
-    if name in whole or len(users) != 1 or users[0] == "output":
+    user = graph.reader(name)
+    if name in whole or user is None:
         return False
-    user = graph[users[0]]
     same = user.kind == "add" and len(user.data) == 2 and same_shape(graph, name, user.name)
     if not same or user.data.count(name) != 1 or user.name in whole:  # a sum twice is no part
         return False

@@ -169,11 +169,7 @@ def _users(graph: OpGraph, ops: Iterable[Op]) -> Iterator[str]:
 def _with_affine(graph: OpGraph, core: NormMatch) -> NormMatch:
     """Make a norm take in the gain, bias and casts that follow it."""
     norm, output, members = core.norm, core.output, set(core.members)
-    while True:
-        users = graph.users[output]
-        if len(users) != 1 or users[0] == "output":
-            break
-        op = graph[users[0]]
+    while (op := graph.reader(output)) is not None:
         other = next((i for i in op.inputs if i != output), None)
         width = graph.width(op.name, core.axis)
         if op.kind in CASTS:
@@ -207,13 +203,11 @@ def _number(op: Op, value: str, kind: Kind) -> float | None:
 
 def _turned(graph: OpGraph, core: NormMatch) -> NormMatch | None:
     """Return a batch norm of tokens between two transposes with their input, times a number, added outside (RepBN)."""
-    before, users = graph[core.source], graph.users[core.output]
-    back = graph[users[0]] if len(users) == 1 and users[0] != "output" else before
-    if core.norm.kind is not Kind.BATCH or not (_swaps(before) and _swaps(back)):
+    before, back = graph[core.source], graph.reader(core.output)
+    if core.norm.kind is not Kind.BATCH or back is None or not (_swaps(before) and _swaps(back)):
         return None
-    source, inner = before.data[0], set(core.members) | {back.name}
-    add = graph[graph.users[back.name][0]] if len(graph.users[back.name]) == 1 else back
-    if add.kind != "add" or set(graph.users[before.name]) - inner:
+    source, inner, add = before.data[0], set(core.members) | {back.name}, graph.reader(back.name)
+    if add is None or add.kind != "add" or set(graph.users[before.name]) - inner:
         return None
     other = next((i for i in add.inputs if i != back.name), None)
     members = _beside(graph, other, replace(core, source=source))
@@ -228,21 +222,21 @@ def _grouped(graph: OpGraph, core: NormMatch) -> NormMatch | None:
 
     Exporters write them so, with gains of ones for each group, which are not looked at: its gain counts as computed.
     """
-    before, users = graph[core.source], graph.users[core.output]
-    back = graph[users[0]] if len(users) == 1 and users[0] != "output" else before
-    if core.norm.kind is not Kind.INSTANCE or before.kind != "reshape" or back.kind != "reshape":
+    before, back = graph[core.source], graph.reader(core.output)
+    if core.norm.kind is not Kind.INSTANCE or back is None or {before.kind, back.kind} != {"reshape"}:
         return None
-    shape, grouped = graph[before.data[0]].shape or (), before.shape or ()
-    alone = graph.users[before.name] == (core.output,)
-    if not alone or back.shape != shape or len(shape) < 2 or len(grouped) < 3 or shape[0] != grouped[0]:
+    if not before.data or graph.reader(before.name) != graph[core.output]:
         return None
-    channels, groups = shape[1], grouped[1]
-    if not isinstance(channels, int) or not isinstance(groups, int) or not groups or channels % groups:
+    source = before.data[0]
+    shape, grouped = graph[source].shape or (), before.shape or ()
+    if back.shape != shape or len(shape) < 2 or shape[:1] != grouped[:1]:
         return None
-    kind = Kind.GROUP if groups < channels else Kind.INSTANCE
-    bare = Norm(kind, core.norm.eps, axis=1 - len(shape))
-    members = core.members | {before.name, back.name}
-    found = _with_affine(graph, NormMatch(bare, before.data[0], back.name, members))
+    axis = 1 - len(shape)
+    channels, groups = graph.width(source, axis), graph.width(core.source, core.axis)
+    if not groups or not channels or channels % groups:
+        return None
+    bare = Norm(Kind.GROUP if groups < channels else Kind.INSTANCE, core.norm.eps, axis=axis)
+    found = _with_affine(graph, NormMatch(bare, source, back.name, core.members | {before.name, back.name}))
     gamma, beta = found.norm.gamma or core.norm.gamma, found.norm.beta or core.norm.beta
     return replace(found, norm=replace(found.norm, gamma=gamma, beta=beta, computed=True))
 

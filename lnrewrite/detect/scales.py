@@ -43,8 +43,7 @@ def back(graph: OpGraph, value: str, axis: int, at: str, stop: Container[str]) -
 
 def onward(graph: OpGraph, value: str, axis: int, at: str) -> Iterator[Scale]:
     """Yield the factors between a value and its first other use, while it has one reader."""
-    while len(graph.users[value]) == 1 and graph.users[value][0] != "output":
-        op = graph[graph.users[value][0]]
+    while (op := graph.reader(value)) is not None:
         step = factor(graph, op, axis, at)
         if step is not None:
             yield step[1]

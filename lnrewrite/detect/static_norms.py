@@ -85,10 +85,9 @@ def squashed(graph: OpGraph, op: Op) -> NormMatch | None:
 
 def _gained(graph: OpGraph, op: Op, value: str, members: set[str]) -> NormMatch | None:
     """Return the norm that ends in this op where a gain of one number per channel follows."""
-    users = graph.users[op.name]
-    while len(users) == 1 and users[0] != "output" and graph[users[0]].kind in CASTS:
-        users = graph.users[users[0]]
-    gain = graph[users[0]] if len(users) == 1 and users[0] != "output" else None
+    gain = graph.reader(op.name)
+    while gain is not None and gain.kind in CASTS:
+        gain = graph.reader(gain.name)
     for axis in (-1, 1 - len(op.shape or ())) if gain and gain.kind == "mul" else ():
         if gain and _vector(graph, gain, axis)[0]:
             return NormMatch(Norm(SQUASHES[op.kind], 0.0, axis=axis), value, op.name, frozenset(members))

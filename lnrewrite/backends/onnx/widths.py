@@ -61,8 +61,9 @@ def told_by_shapes(graph: ir.Graph) -> bool:
     """Write the shape of x into what a Reshape to Shape(x) gives; return whether there were any less known."""
     found = False
     for node in graph:
-        parts = node.inputs[1].producer() if node.op_type == "Reshape" and node.inputs[1] is not None else None
-        if parts is None or parts.op_type != "Shape" or parts.inputs[0] is None:
+        sizes = node.inputs[1] if (node.domain, node.op_type) == ("", "Reshape") else None
+        parts = sizes.producer() if sizes is not None else None
+        if parts is None or (parts.domain, parts.op_type) != ("", "Shape") or parts.inputs[0] is None:
             continue
         if parts.attributes.get_int("start", 0) or "end" in parts.attributes:  # of some axes
             continue
